@@ -1,0 +1,53 @@
+"""DeepSpeed Ulysses for MLA models: train DeepSeek-V3 and its relatives on sequences that ranks share.
+
+```python
+import ds_mla_ulysses as dmu
+
+handle = dmu.parallelize(model, sp_size=8)
+engine, optimizer, *_ = dmu.initialize(model=model, config="configs/zero3.json", handle=handle)
+```
+Names are imported when they are first used: importing the package loads neither DeepSpeed nor
+transformers and starts nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .version import __version__
+
+_WHERE = {
+    "Handle": "hf.handle",
+    "SequenceGroup": "comm.group",
+    "TrafficMeter": "comm.traffic",
+    "UlyssesMLAAttention": "attention.mla",
+    "UnsupportedModelError": "hf.families",
+    "initialize": "integrations.deepspeed",
+    "parallelize": "hf.patch",
+    "shard_batch": "layout.batch",
+}
+
+__all__ = ["__version__", *_WHERE]
+
+if TYPE_CHECKING:
+    from .attention.mla import UlyssesMLAAttention
+    from .comm.group import SequenceGroup
+    from .comm.traffic import TrafficMeter
+    from .hf.families import UnsupportedModelError
+    from .hf.handle import Handle
+    from .hf.patch import parallelize
+    from .integrations.deepspeed import initialize
+    from .layout.batch import shard_batch
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Attention classes: what travels between ranks, and what is computed where."""

@@ -1,0 +1,190 @@
+"""DeepSpeed Ulysses for Multi-head Latent Attention.
+
+Letters: B batch · T this rank's tokens · S all tokens (T * ranks) · H all heads · M this rank's heads
+· N non-positional key width · R shared rope key width · K = N+R · V value width · P = N+V (compact KV
+of a head) · F = K+P (what a head sends).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.sequence.layer import DistributedAttention
+from torch import Tensor
+
+from ..comm.collectives import GatherStart
+from ..comm.group import SequenceGroup
+from ..layout.exchange import (
+    HeadsToTokens,
+    heads_to_tokens,
+    join_shared_key,
+    own_heads,
+    return_shared_key_grad,
+    tokens_to_heads,
+)
+from ..layout.heads import HeadPartition
+
+
+@dataclass(frozen=True)
+class PendingKey:
+    """The shared rope key on its way to all ranks, as `UlyssesMLAAttention.gather_shared_key` returns it.
+
+    Opaque: only the attention that started it may take it, since reading it would not wait.
+    """
+
+    tensor_SBR: Tensor
+
+
+class UlyssesMLAAttention(DistributedAttention):
+    """DeepSpeed's `DistributedAttention` for MLA: one packed exchange in, one gather, one exchange out.
+
+    Every head's query (K wide) and compact key-value (P wide) travel in one all-to-all; the rope key,
+    which all heads share, is gathered once by an asynchronous all-gather that starts before anything
+    else; K is written on the receiving side, for the own heads only.
+
+    | direction | collectives                                                          | elements sent per token |
+    |-----------|----------------------------------------------------------------------|-------------------------|
+    | forward   | all-gather (key), all-to-all (q, kv), all-to-all (output)            | H(K+P+V)f + R(ranks-1)  |
+    | backward  | all-to-all (output), all-to-all (key, partial sums), all-to-all (q, kv) | the same             |
+
+    with f = (ranks-1)/ranks. The result and the gradients are those of `local_attention` on the whole
+    sequence with all heads. A group of one communicates nothing.
+
+    Args:
+        local_attention: `local_attention(q, k, v, *args, **kwargs) -> out` on full-length tensors of the
+            own heads, in the layout that the call came in: q_BSMK, k_BSMK, v_BSMV -> out_BSMV. q and v
+            are strided views of the receive buffer, contiguous in the last dimension.
+        group: the sequence group, a torch ProcessGroup or a SequenceGroup.
+        nope_dim, rope_dim, value_dim: N, R and V.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., Tensor],
+        group: SequenceGroup | torch.distributed.ProcessGroup | None,
+        *,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+    ) -> None:
+        self_group = SequenceGroup.of(group)
+        super().__init__(local_attention, self_group.process_group)
+        self.group = self_group
+        self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rope_dim, value_dim
+
+    def gather_shared_key(self, k_shared: Tensor, batch_dim_idx: int = 0) -> PendingKey:
+        """Starts the all-gather of the shared key and returns at once.
+
+        `forward` starts it itself when it is given a tensor. Call this first to let the gather run
+        under work that `forward` waits for, such as the projection that makes kv.
+        """
+        k_TBR = k_shared.transpose(0, 1) if batch_dim_idx == 0 else k_shared
+        return PendingKey(
+            GatherStart.apply(k_TBR, self.group.size, self.group.name) if self.group.size > 1 else k_TBR
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        k_shared: Tensor | PendingKey,
+        batch_dim_idx: int = 0,
+        rotary_pos_emb: None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of this rank's tokens over the whole sequence.
+
+        Args:
+            q: q_BTHK with rope applied, ordered [nope | rope] (batch_dim_idx 0), or q_TBHK (1).
+            kv: kv_BTHP (or kv_TBHP), per head [key without position: N | value: V].
+            k_shared: k_BTR (or k_TBR) with rope applied, or what `gather_shared_key` returned.
+            batch_dim_idx: 0 for [B, T, H, .], 1 for [T, B, H, .].
+            rotary_pos_emb: takes the place it has in DeepSpeed's class; must be None.
+            *args, **kwargs: handed on to `local_attention`.
+
+        All tensors have one dtype. T and B must be the same on all ranks of the group: a difference
+        cannot be noticed here without a further collective (`parallelize` checks it once per forward).
+
+        Returns:
+            out_BTHV (or out_TBHV), contiguous.
+
+        Raises:
+            ValueError: shapes that do not fit the widths, mixed dtypes, heads that ranks cannot share.
+        """
+        pending = k_shared if isinstance(k_shared, PendingKey) else None
+        self._check(q, kv, None if pending is not None else k_shared, batch_dim_idx, rotary_pos_emb)
+        if pending is None:
+            pending = self.gather_shared_key(k_shared, batch_dim_idx)
+        batch_first = batch_dim_idx == 0
+        q_TBHK, kv_TBHP = (x.transpose(0, 1) if batch_first else x for x in (q, kv))
+        q_SBMK, k_SBMK, v_SBMV = _PackedExchange.apply(
+            q_TBHK, kv_TBHP, pending.tensor_SBR, self.nope_dim, self.group, batch_first
+        )
+        own = (x.transpose(0, 1) if batch_first else x for x in (q_SBMK, k_SBMK, v_SBMV))
+        out = self.local_attn(*own, *args, **kwargs)
+        out_SBMV = out.transpose(0, 1) if batch_first else out
+        if self.group.size == 1:
+            return out
+        out_TBHV = HeadsToTokens.apply(out_SBMV, q.shape[2], self.group, batch_first)
+        return out_TBHV.transpose(0, 1) if batch_first else out_TBHV
+
+    def _check(self, q: Tensor, kv: Tensor, k_shared: Tensor | None, batch_dim_idx: int, rotary: Any) -> None:
+        if batch_dim_idx not in (0, 1):
+            raise ValueError(f"batch_dim_idx is 0 for [B, T, H, .] or 1 for [T, B, H, .], got {batch_dim_idx!r}.")
+        if rotary is not None:
+            raise ValueError("rotary_pos_emb must be None: apply rope to q and k_shared before the call.")
+        N, R, V = self.nope_dim, self.rope_dim, self.value_dim
+        rows, names = ("[B, T" if batch_dim_idx == 0 else "[T, B"), [("q", q, N + R), ("kv", kv, N + V)]
+        for name, x, width in names:
+            if x.ndim != 4 or x.shape[-1] != width or x.shape[:3] != q.shape[:3]:
+                raise ValueError(
+                    f"{name} must be {rows}, H, {width}] with the rows and heads of q (nope {N}, rope {R}, value {V}); "
+                    f"got {name} {tuple(x.shape)}, q {tuple(q.shape)}."
+                )
+        if k_shared is not None and k_shared.shape != (*q.shape[:2], R):
+            raise ValueError(f"k_shared must be {rows}, {R}], {(*q.shape[:2], R)}; got {tuple(k_shared.shape)}.")
+        if q.dtype != kv.dtype or (k_shared is not None and k_shared.dtype != q.dtype):
+            raise ValueError(
+                f"q, kv and k_shared travel in one dtype, got {q.dtype}, {kv.dtype}"
+                f"{'' if k_shared is None else f', {k_shared.dtype}'}: cast them before the call."
+            )
+        HeadPartition(q.shape[2], self.group.size)
+
+
+class _PackedExchange(torch.autograd.Function):
+    """q_TBHK, kv_TBHP, pending key_SBR -> q_SBMK, k_SBMK, v_SBMV.
+
+    Forward: one all-to-all; q and v are views of what arrived, K is written once.
+    Backward: the key's partial sums leave first (asynchronously; `GatherStart.backward` receives
+    them), then one all-to-all brings the gradients of q and kv back, each copied once into the wire.
+    """
+
+    @staticmethod
+    def forward(ctx, q_TBHK, kv_TBHP, pending_SBR, nope_dim: int, group: SequenceGroup, batch_first: bool):
+        ctx.group, ctx.batch_first, ctx.nope_dim = group, batch_first, nope_dim
+        ctx.heads = H = q_TBHK.shape[2]
+        if group.size == 1:
+            q_SBMK, kv_SBMP = q_TBHK.view_as(q_TBHK), kv_TBHP
+        else:
+            buffer_SBW = tokens_to_heads([q_TBHK, kv_TBHP], group, "forward")
+            q_SBMK, kv_SBMP = own_heads(buffer_SBW, [H, H], [q_TBHK.shape[3], kv_TBHP.shape[3]], group)
+        key = join_shared_key(kv_SBMP[..., :nope_dim], pending_SBR, batch_first)
+        return q_SBMK, key.transpose(0, 1) if batch_first else key, kv_SBMP[..., nope_dim:]
+
+    @staticmethod
+    def backward(ctx, dq_SBMK, dk_SBMK, dv_SBMV):
+        N, group = ctx.nope_dim, ctx.group
+        dshared_SBR = return_shared_key_grad(dk_SBMK[..., N:], group.size, group.rank, group.name)
+        dq_TBHK, dkv_TBHP = heads_to_tokens(
+            [dq_SBMK, dk_SBMK[..., :N], dv_SBMV],
+            [ctx.heads, ctx.heads],
+            group,
+            "backward",
+            ctx.batch_first,
+            pieces_per_block=[1, 2],
+        )
+        return dq_TBHK, dkv_TBHP, dshared_SBR, None, None, None

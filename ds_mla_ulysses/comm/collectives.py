@@ -1,0 +1,90 @@
+"""Collectives as plain functions over torch's functional ones, and the gather that is differentiable.
+
+`start_*` returns at once with a *pending* tensor: nothing may read it before `wait`. They are called
+inside registered operators only (here and in `layout.exchange`), where no compiler can move a read
+in front of the wait or reuse the memory of a buffer that is still being sent.
+
+Letters: P ranks · T this rank's tokens · S = P*T · B batch · R width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import traffic
+from .group import SequenceGroup
+
+_functional = torch.ops._c10d_functional
+
+
+def start_all_gather(x: Tensor, size: int, group: str, direction: str) -> Tensor:
+    """Starts gathering x over the ranks along dim 0. x must not be written before the wait."""
+    traffic.record("all_gather", direction, x.nbytes * (size - 1))
+    return _functional.all_gather_into_tensor(x, size, group)
+
+
+def start_all_to_all(
+    wire: Tensor, received: list[int], sent: list[int], rank: int, group: str, direction: str
+) -> Tensor:
+    """Starts the exchange of a flat buffer: `sent[p]` elements to rank p, `received[p]` from it."""
+    traffic.record("all_to_all", direction, (sum(sent) - sent[rank]) * wire.element_size())
+    return _functional.all_to_all_single(wire, received, sent, group)
+
+
+def wait(pending: Tensor) -> Tensor:
+    """Blocks (or makes the stream wait) until a pending tensor has arrived."""
+    return _functional.wait_tensor(pending)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or the dtype itself where it is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def gather_now(x: Tensor, group: SequenceGroup, direction: str) -> Tensor:
+    """x of all ranks, concatenated along dim 0; not differentiable; x has the same shape on every rank."""
+    if group.size == 1:
+        return x
+    return wait(start_all_gather(x.contiguous(), group.size, group.name, direction))
+
+
+@torch.library.custom_op("ds_mla_ulysses::gather_start", mutates_args=())
+def _gather_start(x_TBR: Tensor, size: int, group: str) -> Tensor:
+    # The copy is the buffer that is sent: a compiler may reuse the memory of x while it is on its way.
+    return start_all_gather(x_TBR.clone(memory_format=torch.contiguous_format), size, group, "forward")
+
+
+@_gather_start.register_fake
+def _(x_TBR: Tensor, size: int, group: str) -> Tensor:
+    return x_TBR.new_empty(x_TBR.shape[0] * size, *x_TBR.shape[1:])
+
+
+@torch.library.custom_op("ds_mla_ulysses::sum_over_ranks", mutates_args=())
+def _sum_over_ranks(pending_SBR: Tensor, size: int) -> Tensor:
+    parts = wait(pending_SBR).unflatten(0, (size, -1))
+    return parts.sum(0, dtype=accumulation_dtype(parts.dtype)).to(parts.dtype)
+
+
+@_sum_over_ranks.register_fake
+def _(pending_SBR: Tensor, size: int) -> Tensor:
+    return pending_SBR.new_empty(pending_SBR.shape[0] // size, *pending_SBR.shape[1:])
+
+
+class GatherStart(torch.autograd.Function):
+    """Starts gathering what all heads share over the sequence.
+
+    Forward: x_TBR -> *pending* x_SBR, for an operator that waits inside.
+    Backward: takes the *pending* result of an all-to-all in which every rank has sent, for each token
+    of each other rank, the gradient of its own heads; sums the ranks in fp32 (or wider) and rounds
+    once. That is the adjoint, a reduce-scatter, with the same bytes and one rounding instead of many.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TBR: Tensor, size: int, group: str) -> Tensor:
+        ctx.size = size
+        return _gather_start(x_TBR, size, group)
+
+    @staticmethod
+    def backward(ctx, grad_SBR: Tensor):
+        return _sum_over_ranks(grad_SBR, ctx.size), None, None

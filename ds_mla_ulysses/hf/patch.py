@@ -1,0 +1,302 @@
+"""parallelize: switches sequence parallelism on for one Hugging Face model, and its undo.
+
+What is replaced, on this model only (every entry is put back by `Handle.restore`):
+
+| where                       | what                                                                             |
+|-----------------------------|----------------------------------------------------------------------------------|
+| each MLA attention module   | `expand_kv` hands the latents through; `config` is a copy that names our function |
+| the text model              | `config` is that copy (so no local mask is built); a forward pre-hook            |
+| its rotary embedding        | hooks, where its frequencies depend on the longest position                      |
+| the given model             | a forward pre-hook that refuses what would be wrong on a part of the sequence    |
+
+and one entry, under a name of our own, is added to transformers' attention functions. Whether a
+forward is sequence-parallel is told by its `Documents`, a keyword argument that Hugging Face hands
+down to the attention function, recomputation included: nothing about a forward is kept on the model.
+
+Letters: B batch · T this rank's tokens · H heads · L latent · R rope key · K, V head widths · P = N+V.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..attention.mla import UlyssesMLAAttention
+from ..comm.group import SequenceGroup, gather_objects, split_world
+from ..layout.documents import Documents, gather_documents
+from ..layout.heads import HeadPartition
+from .families import TESTED, MLAModel, MLAWidths, find_mla, is_patched
+from .handle import DataRank, Handle
+from .kernel import LocalKernel
+
+#: Our entry in transformers' attention functions. Without "flash" in it: transformers looks for that.
+ATTENTION_NAME = "ds_mla_ulysses"
+#: The keyword argument in which the documents of a forward travel to its attention calls.
+DOCUMENTS = "ulysses_documents"
+STRATEGIES = ("packed",)
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    sp_size: int | None = None,
+    group: SequenceGroup | dist.ProcessGroup | None = None,
+    strategy: str = "packed",
+) -> Handle:
+    """Makes a Hugging Face MLA model attend over sequences that ranks share.
+
+    The model is patched in place; parameters, state-dict keys and every other model in the process are
+    untouched. Its attention backend stays the one that it was loaded with. Every process of the job
+    has to make this call. torch.distributed is initialised if nobody has (gloo on a CPU).
+
+    Args:
+        model: a transformers >= 5.15 model with MLA layers.
+        sp_size: ranks that share a sequence, consecutive ones; all ranks of the job by default.
+        group: the process group to use instead; the groups of all ranks must divide the world evenly.
+        strategy: "packed": queries and compact keys-values of the heads travel, the shared key is gathered.
+
+    Returns:
+        the Handle. Forwards now take this rank's part of a batch (see `shard_batch`).
+
+    Raises:
+        UnsupportedModelError: the model would be silently wrong; says what to do instead.
+        ValueError: heads that the ranks cannot share, bad groups, an unknown strategy.
+        RuntimeError: the model is parallelized already.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {list(STRATEGIES)}, got {strategy!r}.")
+    if sp_size is not None and group is not None:
+        raise ValueError("give sp_size or group, not both.")
+    if is_patched(model):
+        raise RuntimeError("the model is parallelized already: call restore() of its handle first.")
+    mla = find_mla(model)
+    if mla.model_type not in TESTED and getattr(model.config, "model_type", None) not in TESTED:
+        warnings.warn(
+            f"{mla.model_type} has the MLA layers of the models that this package is tested with ({', '.join(TESTED)}), "
+            "but was not tested itself: compare one step with one process before you trust it.",
+            stacklevel=2,
+        )
+    kernels = [_kernel(layer) for layer in mla.layers]
+    _init_distributed()
+    sequence_group, data = _groups(sp_size, group)
+    for layer in mla.layers:
+        HeadPartition(MLAWidths.of(layer).heads, sequence_group.size)
+    patch = _Patch(model, mla, sequence_group, kernels)
+    return Handle(model, sequence_group, data, strategy, patch.pause, patch.undo)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What the attention function needs of one patched module."""
+
+    attention: UlyssesMLAAttention
+    kernel: LocalKernel
+    expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _kernel(layer: nn.Module) -> LocalKernel:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager = getattr(sys.modules[type(layer).__module__], "eager_attention_forward", None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(layer.config._attn_implementation, eager)
+    return LocalKernel(layer, layer.config, function)
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):
+    """The attention function of patched modules. query [B,H,T,K]; key, value are the latents of expand_kv."""
+    layer: _Layer = vars(module)["_ulysses"]
+    documents: Documents | None = kwargs.pop(DOCUMENTS, None)
+    if documents is None:  # a forward of the plain model: paused, or a layer called by itself
+        return layer.kernel.plain(query, *layer.expand_kv(key, value), attention_mask, **kwargs)
+    layer.kernel.check(**kwargs)
+    # First the gather, then the projection under which it travels.
+    pending = layer.attention.gather_shared_key(value.squeeze(1))
+    kv_BTHP = module.kv_b_proj(key).unflatten(-1, (query.shape[1], -1)).squeeze(1)
+    out_BTHV = layer.attention(
+        query.transpose(1, 2), kv_BTHP, pending, 0, None, documents=documents, scaling=kwargs.get("scaling")
+    )
+    return out_BTHV, None
+
+
+def _latents_as_they_are(kv_nope_B1TL: Tensor, k_rot_B1TR: Tensor) -> tuple[Tensor, Tensor]:
+    """Takes the place of `expand_kv`: the attention function decides what travels and what is expanded."""
+    return kv_nope_B1TL, k_rot_B1TR
+
+
+class _Patch:
+    """Applies every replacement of the table above; `undo` takes all of them back."""
+
+    def __init__(self, model: nn.Module, mla: MLAModel, group: SequenceGroup, kernels: list[LocalKernel]) -> None:
+        from transformers import AttentionInterface
+
+        self.group, self.text_model = group, mla.text_model
+        self.paused = False
+        self.implementation = mla.text_model.config._attn_implementation
+        self.signature = inspect.signature(mla.text_model.forward)
+        self.model_signature = inspect.signature(model.forward)
+        self._undo: list[Callable[[], None]] = []
+        AttentionInterface.register(ATTENTION_NAME, _attention)
+
+        # A shallow copy: whatever else is changed in the original's tables later is seen by both.
+        self.config = copy.copy(mla.text_model.config)
+        self.config._attn_implementation_internal = ATTENTION_NAME
+        self._replace(mla.text_model, "config", self.config)
+        for layer, kernel in zip(mla.layers, kernels, strict=True):
+            widths = MLAWidths.of(layer)
+            attention = UlyssesMLAAttention(
+                kernel, group, nope_dim=widths.nope, rope_dim=widths.rope, value_dim=widths.value
+            )
+            layer_config = copy.copy(layer.config)
+            layer_config._attn_implementation_internal = ATTENTION_NAME
+            # Straight into the instance's dict: an assigned module would appear among its submodules.
+            self._replace(layer, "_ulysses", _Layer(attention, kernel, layer.expand_kv))
+            self._replace(layer, "expand_kv", _latents_as_they_are)
+            self._replace(layer, "config", layer_config)
+        hook = mla.text_model.register_forward_pre_hook(self._before_text_model, with_kwargs=True)
+        self._undo.append(hook.remove)
+        hook = model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True)
+        self._undo.append(hook.remove)
+        for rotary in mla.text_model.modules():
+            if _depends_on_longest(rotary):
+                self._undo.append(rotary.register_forward_pre_hook(self._before_rotary, with_kwargs=True).remove)
+                self._undo.append(rotary.register_forward_hook(self._after_rotary, with_kwargs=True).remove)
+
+    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
+        had, old = name in vars(module), vars(module).get(name)
+        vars(module)[name] = value
+
+        def put_back() -> None:
+            if had:
+                vars(module)[name] = old
+            else:
+                del vars(module)[name]
+
+        self._undo.append(put_back)
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
+        # The plain model needs the masks of its own implementation.
+        self.config._attn_implementation_internal = self.implementation if paused else ATTENTION_NAME
+
+    def _before_model(self, model: nn.Module, args: tuple, kwargs: dict):
+        """Refuses inputs of the whole model that would be wrong on a part of the sequence."""
+        if self.paused:
+            return None
+        given = self.model_signature.bind_partial(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        if given.get("labels") is not None:
+            raise ValueError(
+                "labels cannot be given to a parallelized model, which would shift them within this rank's part: use "
+                "shard_batch, and handle.loss(logits, shard['shift_labels'])."
+            )
+        for name in ("pixel_values", "pixel_values_videos", "image_embeds"):
+            if given.get(name) is not None:
+                raise ValueError(
+                    f"{name} is not supported under sequence parallelism: text only. Run the model with images inside "
+                    "`with handle.paused():`."
+                )
+        keep = given.get("logits_to_keep", 0)
+        if isinstance(keep, Tensor) or keep != 0:
+            raise ValueError("logits_to_keep would keep tokens of every rank's part: leave it out and slice the result.")
+        return None
+
+    def _before_text_model(self, text_model: nn.Module, args: tuple, kwargs: dict):
+        """Gathers positions and padding once and sends the documents along with this forward."""
+        if self.paused:
+            if torch.is_grad_enabled() and any(getattr(m, "gradient_checkpointing", False) for m in text_model.modules()):
+                if text_model.training:
+                    raise RuntimeError(
+                        "handle.paused() with gradients and gradient checkpointing: the recomputation can run after the "
+                        "block has ended. Use torch.no_grad(), model.eval() or model.gradient_checkpointing_disable()."
+                    )
+            return None
+        if text_model.config._attn_implementation != ATTENTION_NAME:
+            raise RuntimeError(
+                "the attention implementation of a parallelized model was changed: call handle.restore() first, then "
+                "set_attn_implementation, then parallelize."
+            )
+        bound = self.signature.bind_partial(*args, **kwargs).arguments
+        bound.update(bound.pop("kwargs", {}))
+        for name in ("cache", "past_key_values"):
+            if bound.get(name) is not None:
+                raise ValueError(
+                    f"{name} is not supported under sequence parallelism: leave it out, or generate inside "
+                    "`with handle.paused():`."
+                )
+        if any(bound.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
+            raise ValueError("cu_seq_lens_q/k do not fit a part of a sequence: tell documents by position_ids instead.")
+        if bound.get("output_attentions") or getattr(text_model.config, "output_attentions", False):
+            raise ValueError("output_attentions is not supported under sequence parallelism.")
+        inputs = bound["input_ids"] if bound.get("input_ids") is not None else bound.get("inputs_embeds")
+        if inputs is None:
+            return None  # the model's own error says it best
+        documents, positions = gather_documents(
+            bound.get("position_ids"), bound.get("attention_mask"), tuple(inputs.shape[:2]), inputs.device, self.group
+        )
+        bound |= {"position_ids": positions, "attention_mask": None, "use_cache": False, DOCUMENTS: documents}
+        return (), bound
+
+    # Dynamic and long rope choose their frequencies by the longest position in the batch, of which a
+    # rank may not have it: it is appended as one more token, and its embedding cut off again.
+    def _before_rotary(self, rotary: nn.Module, args: tuple, kwargs: dict):
+        if self.paused or self.group.size == 1:
+            return None
+        arguments = inspect.signature(rotary.forward).bind_partial(*args, **kwargs).arguments
+        positions = arguments["position_ids"]
+        longest = positions.max().reshape(1).clone()
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group.process_group)
+        arguments["position_ids"] = torch.cat([positions, longest.expand(*positions.shape[:-1], 1)], dim=-1)
+        return (), dict(arguments)
+
+    def _after_rotary(self, rotary: nn.Module, args: tuple, kwargs: dict, out: Any):
+        if self.paused or self.group.size == 1:
+            return None
+        return tuple(x[:, :-1] for x in out) if isinstance(out, tuple) else out[:, :-1]
+
+
+def _depends_on_longest(module: nn.Module) -> bool:
+    rope_type = getattr(module, "rope_type", None)
+    return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
+
+
+def _init_distributed() -> None:
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:  # started without a launcher: a world of one
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _groups(
+    sp_size: int | None, group: SequenceGroup | dist.ProcessGroup | None
+) -> tuple[SequenceGroup, DataRank]:
+    world = SequenceGroup.of(dist.group.WORLD)
+    if group is None:
+        own = split_world(world.size if sp_size is None else sp_size)
+        return own, DataRank(world.rank // own.size, world.size // own.size)
+    own = SequenceGroup.of(group)
+    members = (world.rank,) if own.process_group is None else tuple(dist.get_process_group_ranks(own.process_group))
+    groups = sorted(set(gather_objects(world, members)))
+    if len({len(g) for g in groups}) > 1 or sorted(r for g in groups for r in g) != list(range(world.size)):
+        raise ValueError(
+            f"the sequence groups of all ranks must divide the world of {world.size} into parts of one size, got {groups}."
+        )
+    return own, DataRank(groups.index(members), len(groups))

@@ -1,0 +1,114 @@
+"""From a batch of whole sequences to this rank's part of it.
+
+Letters: B batch · S tokens of the sequence as given · T tokens of this rank after padding.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm.group import SequenceGroup, gather_objects, raise_first
+
+IGNORED_LABEL = -100
+
+
+def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGroup | None) -> dict[str, Any]:
+    """This rank's consecutive tokens of a batch that every rank of the group has whole.
+
+    Every tensor [B, S, ...] (or [1, S, ...]) is padded to a multiple of the ranks and split along S;
+    anything else is passed on. Padding is one more document (its positions start at 0), with label
+    -100 and attention_mask 0, so it changes no number. Labels are shifted before the split, exactly
+    as transformers shifts them (token i predicts label i+1, the last one nothing), and come back as
+    `shift_labels` only: shifting within a shard would lose the first token of every rank.
+
+    Args:
+        batch: `input_ids` (or `inputs_embeds`) [B, S], and any of `labels` or `shift_labels`,
+            `position_ids`, `attention_mask` (two-dimensional) and further tensors.
+        group: `handle.group`, or a torch process group.
+
+    Returns:
+        A new dict with `position_ids` always in it: global ones, 0..S-1 where none are given.
+
+    Raises:
+        ValueError: on all ranks, if they hold different batches or one of them holds a bad one.
+    """
+    group = SequenceGroup.of(group)
+    try:
+        problem, (B, S), print_of_batch = None, _shape(batch), _fingerprint(batch)
+    except ValueError as error:
+        problem, B, S, print_of_batch = str(error), 0, 0, None
+    said = gather_objects(group, (problem, print_of_batch))
+    raise_first([text for text, _ in said])
+    differing = [rank for rank, (_, other) in enumerate(said) if other != said[0][1]]
+    if differing:
+        names = [name for name in said[0][1] if any(other.get(name) != said[0][1][name] for _, other in said)]
+        raise ValueError(
+            f"ranks 0 and {differing[0]} of the sequence group hold different batches (they differ in "
+            f"{names or 'their names'}): the ranks of a group share each sequence, so give them the same data, for "
+            "example a sampler with num_replicas=handle.data_size and rank=handle.data_rank."
+        )
+
+    whole = dict(batch)
+    labels = whole.pop("labels", None)
+    if labels is not None and "shift_labels" not in whole:
+        whole["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+    if whole.get("position_ids") is None:
+        device = whole["input_ids"].device if "input_ids" in whole else whole["inputs_embeds"].device
+        whole["position_ids"] = torch.arange(S, device=device).expand(B, S)
+    missing = -S % group.size
+    T = (S + missing) // group.size
+    mine = slice(group.rank * T, (group.rank + 1) * T)
+    return {name: _pad(name, x, missing)[:, mine] if _is_split(x, S) else x for name, x in whole.items()}
+
+
+def _is_split(x: Any, S: int) -> bool:
+    return isinstance(x, Tensor) and x.ndim >= 2 and x.shape[1] == S
+
+
+def _pad(name: str, x: Tensor, missing: int) -> Tensor:
+    if not missing:
+        return x
+    shape = (x.shape[0], missing, *x.shape[2:])
+    if name == "position_ids":
+        tail = torch.arange(missing, device=x.device, dtype=x.dtype).expand(shape)
+    else:
+        tail = x.new_full(shape, IGNORED_LABEL if name == "shift_labels" else 0)
+    return torch.cat([x, tail], dim=1)
+
+
+def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    name = next((n for n in ("input_ids", "inputs_embeds") if batch.get(n) is not None), None)
+    if name is None:
+        raise ValueError(f"the batch has neither input_ids nor inputs_embeds, only {sorted(batch)}.")
+    tokens = batch[name]
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape:
+        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"{name} must be a non-empty tensor [B, S], got {shape}.")
+    B, S = tokens.shape[:2]
+    for name in ("labels", "shift_labels", "position_ids", "attention_mask"):
+        x, allowed = batch.get(name), ((B, S), (1, S)) if name == "position_ids" else ((B, S),)
+        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in allowed):
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"{name} must be [B, S] = [{B}, {S}] like input_ids, got {shape}."
+                + (" Document and causal masks are made from position_ids: leave them out." if "mask" in name else "")
+            )
+    return B, S
+
+
+def _fingerprint(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Shape, dtype and checksum of every tensor; equal batches have equal ones."""
+    return {
+        name: (tuple(x.shape), str(x.dtype), zlib.crc32(_bytes(x))) if isinstance(x, Tensor) else None
+        for name, x in batch.items()
+    }
+
+
+def _bytes(x: Tensor) -> Any:
+    return x.detach().cpu().reshape(-1).view(torch.uint8).numpy()

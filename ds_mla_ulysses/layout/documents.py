@@ -1,0 +1,168 @@
+"""Where the documents of a forward begin and end, from position ids and padding.
+
+Local masks mean nothing once heads see the whole sequence. What is needed instead is made here once
+per forward, for the whole sequence, and travels with that forward.
+
+Letters: B batch · T this rank's tokens · S all tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import gather_now
+from ..comm.group import SequenceGroup, gather_objects, raise_first
+
+
+class Documents:
+    """Documents of a batch of whole sequences: tokens attend causally within their own document.
+
+    A new document starts where a position does not follow the one before it (transformers' rule), and
+    at every change between tokens and padding. A run of padding is one document, whatever its
+    positions, so no row of attention is ever empty.
+
+    Args:
+        starts_BS: bool, True on the first token of each document; on any device.
+
+    Attributes:
+        segments: [(row, start, end), ...] of all documents, in order. One device synchronisation, at
+            construction. Row is None where all rows are divided alike.
+    """
+
+    # Not a dataclass: torch.compile would guard on every field, which makes a graph per layout.
+    def __init__(self, starts_BS: Tensor) -> None:
+        self.starts_BS = starts_BS
+        self.batch, self.length = starts_BS.shape
+        begins = starts_BS.flatten().nonzero().flatten().tolist()
+        ends = [*begins[1:], self.batch * self.length]
+        rows: list[list[tuple[int, int]]] = [[] for _ in range(self.batch)]
+        for begin, end in zip(begins, ends, strict=True):
+            row = begin // self.length
+            rows[row].append((begin - row * self.length, end - row * self.length))
+        self.segments: list[tuple[int | None, int, int]]
+        if all(row == rows[0] for row in rows):
+            self.segments = [(None, begin, end) for begin, end in rows[0]]
+        else:
+            self.segments = [(i, begin, end) for i, row in enumerate(rows) for begin, end in row]
+
+    @property
+    def one_per_row(self) -> bool:
+        """Whether plain causal attention is right."""
+        return self.segments == [(None, 0, self.length)]
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [documents + 1]: boundaries in the flattened [B*S] tokens, as varlen kernels take them."""
+        begins = self.starts_BS.flatten().nonzero().flatten()
+        return torch.nn.functional.pad(begins, (0, 1), value=self.batch * self.length).to(torch.int32)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(end - begin for _, begin, end in self.segments)
+
+    @cached_property
+    def ids_BS(self) -> Tensor:
+        """int64 [B, S]: the number of each token's document within its row."""
+        return self.starts_BS.cumsum(1)
+
+    @cached_property
+    def allowed_B1SS(self) -> Tensor:
+        """bool [B, 1, S, S]: which keys each query may see. Quadratic in S: for eager attention only."""
+        same = self.ids_BS.unsqueeze(2) == self.ids_BS.unsqueeze(1)
+        return same.tril().unsqueeze(1)
+
+    @cached_property
+    def kernel_cache(self) -> dict:
+        """What a kernel makes of the documents once per forward (flex attention's block mask)."""
+        return {}
+
+
+def document_starts(positions_BS: Tensor, padding_BS: Tensor | None) -> tuple[Tensor, str | None]:
+    """Where documents start, and what is wrong with the padding, if anything.
+
+    Args:
+        positions_BS: int, positions of all tokens.
+        padding_BS: bool, True on padding; None where there is none.
+    """
+    follows = torch.ones_like(positions_BS, dtype=torch.bool)
+    follows[:, 1:] = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
+    if padding_BS is None or not padding_BS.any():
+        starts = ~follows
+        starts[:, 0] = True
+        return starts, None
+    starts = ~(follows | padding_BS)
+    starts[:, 1:] |= padding_BS[:, 1:] != padding_BS[:, :-1]
+    starts[:, 0] = True
+    return starts, _hole(positions_BS, padding_BS)
+
+
+def _hole(positions_BS: Tensor, padding_BS: Tensor) -> str | None:
+    """Padding inside a document would cut it in two: a token behind padding has to restart its positions."""
+    index = torch.arange(positions_BS.shape[1], device=positions_BS.device).expand_as(positions_BS)
+    before = index.masked_fill(padding_BS, -1).cummax(1).values[:, :-1]  # the last token up to the one before
+    after_padding = ~padding_BS[:, 1:] & padding_BS[:, :-1] & (before >= 0)
+    holes = after_padding & (positions_BS[:, 1:] > positions_BS.gather(1, before.clamp(min=0)))
+    if not holes.any():
+        return None
+    row, i = holes.nonzero()[0].tolist()
+    return (
+        f"attention_mask has padding inside a document (row {row}, before token {i + 1}, whose position "
+        f"{int(positions_BS[row, i + 1])} goes on from {int(positions_BS[row, before[row, i]])}): pad on the left or "
+        "the right, or restart position_ids behind the padding."
+    )
+
+
+def gather_documents(
+    position_ids: Tensor | None, attention_mask: Tensor | None, shape: tuple[int, int], device, group: SequenceGroup
+) -> tuple[Documents, Tensor]:
+    """Documents of the whole sequence and this rank's positions, from what each rank has of its own tokens.
+
+    Args:
+        position_ids: int [B, T], [1, T] or [T], this rank's tokens; None on all ranks: 0..S-1.
+        attention_mask: [B, T], 0 on padding; None: no padding. Four-dimensional masks are refused.
+        shape: (B, T) of the inputs.
+
+    Returns:
+        documents of [B, S]; positions int64 [B, T].
+
+    Raises:
+        ValueError: on all ranks, if shapes do not fit or differ between ranks.
+    """
+    B, T = shape
+    said = gather_objects(group, (_problem(position_ids, attention_mask, B, T), (B, T), position_ids is None))
+    raise_first([problem for problem, _, _ in said])
+    if len({rows for _, rows, _ in said}) > 1:
+        raise ValueError(
+            f"the ranks of a sequence group got inputs of different shapes {[rows for _, rows, _ in said]}: "
+            "give every rank its part of the same batch, as shard_batch does."
+        )
+    if len({missing for _, _, missing in said}) > 1:
+        raise ValueError("position_ids were given on some ranks of the sequence group and not on others.")
+
+    if position_ids is None:
+        positions_BT = torch.arange(group.rank * T, (group.rank + 1) * T, device=device).expand(B, T)
+    else:
+        positions_BT = position_ids.to(device=device, dtype=torch.long).expand(B, T)
+    padding_BT = torch.zeros_like(positions_BT) if attention_mask is None else (attention_mask == 0).to(device)
+    # One gather for both; [ranks * T, B, 2], since ranks and tokens have to be adjacent.
+    mine = torch.stack([positions_BT.T, padding_BT.T.to(torch.long)], dim=-1)
+    positions_SB, padding_SB = gather_now(mine, group, "setup").unbind(-1)
+    starts, problem = document_starts(positions_SB.T, padding_SB.T.bool())
+    if problem is not None:
+        raise ValueError(problem)
+    return Documents(starts), positions_BT
+
+
+def _problem(position_ids: Tensor | None, attention_mask: Tensor | None, B: int, T: int) -> str | None:
+    if position_ids is not None and tuple(position_ids.shape) not in ((T,), (1, T), (B, T)):
+        return f"position_ids must be this rank's [{B}, {T}], got {tuple(position_ids.shape)}: see shard_batch."
+    if attention_mask is not None and tuple(attention_mask.shape) != (B, T):
+        return (
+            f"attention_mask must be this rank's two-dimensional [{B}, {T}] (0 on padding), got "
+            f"{tuple(attention_mask.shape)}. Causal and document masks are made from position_ids: leave them out."
+        )
+    return None

@@ -1,0 +1,217 @@
+"""Tokens of all heads <-> own heads of all tokens, for several tensors in one wire buffer.
+
+Before the exchange a rank holds blocks x_TBHD (its tokens, all heads), after it x_SBMD (all tokens,
+its heads). One all-to-all carries all blocks of an exchange; every operand is copied once, straight
+into the wire buffer, and what arrives is read where it lies. On the wire one token is
+`[block 0: M*D0 | block 1: M*D1 | ...]`, and ranks and tokens are adjacent: [P, T, B, W] is [S, B, W].
+
+| function        | takes            | sends to rank p                  | returns                   |
+|-----------------|------------------|----------------------------------|---------------------------|
+| tokens_to_heads | blocks x_TBHD    | own tokens, p's heads            | one buffer x_SBW          |
+| heads_to_tokens | pieces x_SBMD    | p's tokens, own heads            | blocks x_TBHD             |
+
+Each is the other's adjoint.
+
+Letters: P ranks · T this rank's tokens · S = P*T · B batch · H all heads · M own heads · D width ·
+W = sum of M*D over blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import accumulation_dtype, start_all_to_all, wait
+from ..comm.group import SequenceGroup
+from .heads import HeadPartition
+
+
+def tokens_to_heads(blocks_TBHD: Sequence[Tensor], group: SequenceGroup, direction: str) -> Tensor:
+    """All blocks in one all-to-all; x_SBW, from which `own_heads` takes the blocks. Not differentiable.
+
+    Args:
+        blocks_TBHD: tensors of one dtype with the same T and B, any strides.
+        direction: "forward" or "backward", for the traffic count.
+    """
+    return _tokens_to_heads(list(blocks_TBHD), group.size, group.rank, group.name, direction)
+
+
+def heads_to_tokens(
+    pieces_SBMD: Sequence[Tensor],
+    heads: Sequence[int],
+    group: SequenceGroup,
+    direction: str,
+    batch_first: bool,
+    pieces_per_block: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """The way back: one all-to-all; blocks x_TBHD. Not differentiable.
+
+    Args:
+        pieces_SBMD: tensors of one dtype, any strides. Several pieces can form a block along D.
+        heads: H of each block.
+        batch_first: whether a result is contiguous as [B, T, H, D] (then x_TBHD is a view of it) or
+            as [T, B, H, D]: the caller's own layout, so that no further copy follows.
+        pieces_per_block: how many consecutive pieces make each block; one each by default.
+    """
+    counts = [1] * len(pieces_SBMD) if pieces_per_block is None else list(pieces_per_block)
+    out = _heads_to_tokens(
+        list(pieces_SBMD), counts, list(heads), group.size, group.rank, group.name, direction, batch_first
+    )
+    return [x.transpose(0, 1) for x in out] if batch_first else out
+
+
+def own_heads(x_SBW: Tensor, heads: Sequence[int], widths: Sequence[int], group: SequenceGroup) -> list[Tensor]:
+    """The blocks x_SBMD in what `tokens_to_heads` returned, as views."""
+    counts = [HeadPartition(h, group.size).count(group.rank) for h in heads]
+    parts = x_SBW.split([m * d for m, d in zip(counts, widths, strict=True)], dim=-1)
+    return [x.unflatten(-1, (m, d)) for x, m, d in zip(parts, counts, widths, strict=True)]
+
+
+class HeadsToTokens(torch.autograd.Function):
+    """x_SBMD -> x_TBHD by one all-to-all. Backward: `tokens_to_heads` of the gradient, one all-to-all."""
+
+    @staticmethod
+    def forward(ctx, x_SBMD: Tensor, heads: int, group: SequenceGroup, batch_first: bool) -> Tensor:
+        ctx.group, ctx.heads, ctx.width = group, heads, x_SBMD.shape[-1]
+        return heads_to_tokens([x_SBMD], [heads], group, "forward", batch_first)[0]
+
+    @staticmethod
+    def backward(ctx, grad_TBHD: Tensor):
+        buffer = tokens_to_heads([grad_TBHD], ctx.group, "backward")
+        return own_heads(buffer, [ctx.heads], [ctx.width], ctx.group)[0], None, None, None
+
+
+# The operators. They take plain values, so that a compiled graph can hold them, and wait inside.
+
+
+@torch.library.custom_op("ds_mla_ulysses::tokens_to_heads", mutates_args=())
+def _tokens_to_heads(blocks: Sequence[Tensor], size: int, rank: int, group: str, direction: str) -> Tensor:
+    T, B = blocks[0].shape[:2]
+    partitions = [HeadPartition(x.shape[2], size) for x in blocks]
+    widths = [sum(h.count(p) * x.shape[3] for h, x in zip(partitions, blocks, strict=True)) for p in range(size)]
+    sent = [T * B * w for w in widths]
+    wire = blocks[0].new_empty(sum(sent))
+    for p, part in enumerate(wire.split(sent)):
+        part, offset = part.view(T, B, widths[p]), 0
+        for x, h in zip(blocks, partitions, strict=True):
+            n = h.count(p)
+            to = part[..., offset : offset + n * x.shape[3]].unflatten(-1, (n, x.shape[3]))
+            to.copy_(x[:, :, h.start(p) : h.start(p) + n])
+            offset += n * x.shape[3]
+    if size > 1:
+        wire = wait(start_all_to_all(wire, [sent[rank]] * size, sent, rank, group, direction))
+    return wire.view(T * size, B, widths[rank])
+
+
+@_tokens_to_heads.register_fake
+def _(blocks, size, rank, group, direction):
+    T, B = blocks[0].shape[:2]
+    width = sum(HeadPartition(x.shape[2], size).count(rank) * x.shape[3] for x in blocks)
+    return blocks[0].new_empty(T * size, B, width)
+
+
+@torch.library.custom_op("ds_mla_ulysses::heads_to_tokens", mutates_args=())
+def _heads_to_tokens(
+    pieces: Sequence[Tensor],
+    pieces_per_block: Sequence[int],
+    heads: Sequence[int],
+    size: int,
+    rank: int,
+    group: str,
+    direction: str,
+    batch_first: bool,
+) -> list[Tensor]:
+    S, B = pieces[0].shape[:2]
+    T = S // size
+    partitions = [HeadPartition(h, size) for h in heads]
+    block_widths = _block_widths(pieces, pieces_per_block)
+    widths = [sum(h.count(p) * d for h, d in zip(partitions, block_widths, strict=True)) for p in range(size)]
+
+    if len(pieces) == 1 and pieces[0].is_contiguous():
+        wire = pieces[0].view(-1)
+    else:
+        wire = pieces[0].new_empty(S * B * widths[rank])
+        token, remaining, offset = wire.view(S, B, widths[rank]), iter(pieces), 0
+        for n, h, d in zip(pieces_per_block, partitions, block_widths, strict=True):
+            block = token[..., offset : offset + h.count(rank) * d].unflatten(-1, (h.count(rank), d))
+            at = 0
+            for piece in (next(remaining) for _ in range(n)):
+                block[..., at : at + piece.shape[3]].copy_(piece)
+                at += piece.shape[3]
+            offset += h.count(rank) * d
+
+    received = [T * B * w for w in widths]
+    if size > 1:
+        wire = wait(start_all_to_all(wire, received, [T * B * widths[rank]] * size, rank, group, direction))
+    out = _empty_blocks(pieces[0], T, B, heads, block_widths, batch_first)
+    for p, part in enumerate(wire.split(received)):
+        part, offset = part.view(T, B, widths[p]), 0
+        for x, h, d in zip(out, partitions, block_widths, strict=True):
+            x_TBHD, n = x.transpose(0, 1) if batch_first else x, h.count(p)
+            source = part[..., offset : offset + n * d].unflatten(-1, (n, d))
+            x_TBHD[:, :, h.start(p) : h.start(p) + n].copy_(source)
+            offset += n * d
+    return out
+
+
+@_heads_to_tokens.register_fake
+def _(pieces, pieces_per_block, heads, size, rank, group, direction, batch_first):
+    S, B = pieces[0].shape[:2]
+    return _empty_blocks(pieces[0], S // size, B, heads, _block_widths(pieces, pieces_per_block), batch_first)
+
+
+def _block_widths(pieces: Sequence[Tensor], pieces_per_block: Sequence[int]) -> list[int]:
+    remaining = iter(pieces)
+    return [sum(next(remaining).shape[3] for _ in range(n)) for n in pieces_per_block]
+
+
+def _empty_blocks(like: Tensor, T: int, B: int, heads: Sequence[int], widths: Sequence[int], batch_first: bool):
+    rows = (B, T) if batch_first else (T, B)
+    return [like.new_empty(*rows, h, d) for h, d in zip(heads, widths, strict=True)]
+
+
+@torch.library.custom_op("ds_mla_ulysses::join_shared_key", mutates_args=())
+def join_shared_key(k_nope_SBMN: Tensor, pending_SBR: Tensor, batch_first: bool) -> Tensor:
+    """Waits for the shared key and writes K = [nope | shared] for the own heads, once.
+
+    Returns [B, S, M, N+R] if batch_first, else [S, B, M, N+R], contiguous.
+    """
+    shared_SBR = wait(pending_SBR)
+    key = _empty_key(k_nope_SBMN, pending_SBR, batch_first)
+    k_SBMK, N = (key.transpose(0, 1) if batch_first else key), k_nope_SBMN.shape[-1]
+    k_SBMK[..., :N].copy_(k_nope_SBMN)
+    k_SBMK[..., N:].copy_(shared_SBR.unsqueeze(2).expand(-1, -1, k_nope_SBMN.shape[2], -1))
+    return key
+
+
+def _empty_key(k_nope_SBMN: Tensor, shared_SBR: Tensor, batch_first: bool) -> Tensor:
+    S, B, M, N = k_nope_SBMN.shape
+    rows = (B, S) if batch_first else (S, B)
+    return k_nope_SBMN.new_empty(*rows, M, N + shared_SBR.shape[-1])
+
+
+@join_shared_key.register_fake
+def _(k_nope_SBMN, pending_SBR, batch_first):
+    return _empty_key(k_nope_SBMN, pending_SBR, batch_first)
+
+
+@torch.library.custom_op("ds_mla_ulysses::return_shared_key_grad", mutates_args=())
+def return_shared_key_grad(grad_SBMR: Tensor, size: int, rank: int, group: str) -> Tensor:
+    """Starts sending each rank what the own heads' gradient says of its tokens: *pending* [P*T, B, R].
+
+    The own heads are summed in fp32 (or wider) and rounded once for the wire.
+    """
+    dtype = grad_SBMR.dtype
+    grad_SBR = grad_SBMR.sum(2, dtype=accumulation_dtype(dtype)).to(dtype).contiguous()
+    if size == 1:
+        return grad_SBR
+    sent = [grad_SBR.numel() // size] * size
+    return start_all_to_all(grad_SBR.view(-1), sent, sent, rank, group, "backward").view(grad_SBR.shape)
+
+
+@return_shared_key_grad.register_fake
+def _(grad_SBMR, size, rank, group):
+    S, B, _, R = grad_SBMR.shape
+    return grad_SBMR.new_empty(S, B, R)
