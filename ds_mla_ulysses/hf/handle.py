@@ -16,11 +16,19 @@ from ..layout.loss import count_items, sequence_loss
 
 
 @dataclass(frozen=True)
-class DataRank:
-    """Which part of the data the ranks of a sequence group read: the number `index` of `size` parts."""
+class DataRanks:
+    """Which part of the data the ranks of a sequence group read: number `index` of `size`.
+
+    Attributes:
+        ranks: world ranks that have this rank's place in their sequence groups, in order of `index`.
+    """
 
     index: int
-    size: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 class Handle:
@@ -29,24 +37,34 @@ class Handle:
     Attributes:
         model: the model that `parallelize` was given.
         group: this rank's SequenceGroup.
+        data: which part of the data this group reads.
         strategy: what travels between ranks.
-        data_rank, data_size: `rank` and `num_replicas` for a sampler, so that the ranks of a group
-            read the same data and groups read different data.
+        is_restored: whether `restore` was called.
     """
 
     def __init__(
         self,
         model: nn.Module,
         group: SequenceGroup,
-        data: DataRank,
+        data: DataRanks,
         strategy: str,
         pause: Callable[[bool], None],
         undo: Callable[[], None],
     ) -> None:
-        self.model, self.group, self.strategy = model, group, strategy
-        self.data_rank, self.data_size = data.index, data.size
+        self.model, self.group, self.data, self.strategy = model, group, data, strategy
         self._pause, self._undo = pause, undo
         self._engine: Any = None
+        self.is_restored = False
+
+    @property
+    def data_rank(self) -> int:
+        """`rank` for a sampler: the ranks of a group read the same data, groups read different data."""
+        return self.data.index
+
+    @property
+    def data_size(self) -> int:
+        """`num_replicas` for a sampler: how many sequence groups there are."""
+        return self.data.size
 
     def attach_engine(self, engine: Any) -> None:
         """From here on, gradients of `loss` carry what this DeepSpeed engine divides by."""
@@ -132,3 +150,4 @@ class Handle:
     def restore(self) -> None:
         """Makes the model exactly what it was. A second call does nothing."""
         self._undo()
+        self.is_restored = True

@@ -1,0 +1,1 @@
+"""Training frameworks around a parallelized model."""
