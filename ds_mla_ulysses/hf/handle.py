@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,29 +14,14 @@ from ..comm.group import SequenceGroup
 from ..layout.loss import count_items, sequence_loss
 
 
-@dataclass(frozen=True)
-class DataRanks:
-    """Which part of the data the ranks of a sequence group read: number `index` of `size`.
-
-    Attributes:
-        ranks: world ranks that have this rank's place in their sequence groups, in order of `index`.
-    """
-
-    index: int
-    ranks: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-
 class Handle:
     """A parallelized model: its group, its loss, and `restore`.
 
     Attributes:
         model: the model that `parallelize` was given.
         group: this rank's SequenceGroup.
-        data: which part of the data this group reads.
+        data_rank, data_size: `rank` and `num_replicas` for a sampler, so that the ranks of a group
+            read the same data and groups read different data.
         strategy: what travels between ranks.
         is_restored: whether `restore` was called.
     """
@@ -46,25 +30,17 @@ class Handle:
         self,
         model: nn.Module,
         group: SequenceGroup,
-        data: DataRanks,
+        data_rank: int,
+        data_size: int,
         strategy: str,
         pause: Callable[[bool], None],
         undo: Callable[[], None],
     ) -> None:
-        self.model, self.group, self.data, self.strategy = model, group, data, strategy
+        self.model, self.group, self.strategy = model, group, strategy
+        self.data_rank, self.data_size = data_rank, data_size
         self._pause, self._undo = pause, undo
         self._engine: Any = None
         self.is_restored = False
-
-    @property
-    def data_rank(self) -> int:
-        """`rank` for a sampler: the ranks of a group read the same data, groups read different data."""
-        return self.data.index
-
-    @property
-    def data_size(self) -> int:
-        """`num_replicas` for a sampler: how many sequence groups there are."""
-        return self.data.size
 
     def attach_engine(self, engine: Any) -> None:
         """From here on, gradients of `loss` carry what this DeepSpeed engine divides by."""

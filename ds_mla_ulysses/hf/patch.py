@@ -36,7 +36,7 @@ from ..comm.group import SequenceGroup, gather_objects, split_world
 from ..layout.documents import Documents, gather_documents
 from ..layout.heads import HeadPartition
 from .families import TESTED, MLAModel, MLAWidths, find_mla, is_patched
-from .handle import DataRanks, Handle
+from .handle import Handle
 from .kernel import LocalKernel
 
 #: Our entry in transformers' attention functions. Without "flash" in it: transformers looks for that.
@@ -88,11 +88,11 @@ def parallelize(
         )
     kernels = [_kernel(layer) for layer in mla.layers]
     _init_distributed()
-    sequence_group, data = _groups(sp_size, group)
+    sequence_group, data_rank, data_size = _groups(sp_size, group)
     for layer in mla.layers:
         HeadPartition(MLAWidths.of(layer).heads, sequence_group.size)
     patch = _Patch(model, mla, sequence_group, kernels)
-    return Handle(model, sequence_group, data, strategy, patch.pause, patch.undo)
+    return Handle(model, sequence_group, data_rank, data_size, strategy, patch.pause, patch.undo)
 
 
 @dataclass(frozen=True)
@@ -287,11 +287,11 @@ def _init_distributed() -> None:
 
 def _groups(
     sp_size: int | None, group: SequenceGroup | dist.ProcessGroup | None
-) -> tuple[SequenceGroup, DataRanks]:
+) -> tuple[SequenceGroup, int, int]:
     world = SequenceGroup.of(dist.group.WORLD)
     if group is None:
         own = split_world(world.size if sp_size is None else sp_size)
-        return own, DataRanks(world.rank // own.size, tuple(range(own.rank, world.size, own.size)))
+        return own, world.rank // own.size, world.size // own.size
     own = SequenceGroup.of(group)
     members = (world.rank,) if own.process_group is None else tuple(dist.get_process_group_ranks(own.process_group))
     groups = sorted(set(gather_objects(world, members)))
@@ -299,4 +299,4 @@ def _groups(
         raise ValueError(
             f"the sequence groups of all ranks must divide the world of {world.size} into parts of one size, got {groups}."
         )
-    return own, DataRanks(groups.index(members), tuple(g[own.rank] for g in groups))
+    return own, groups.index(members), len(groups)

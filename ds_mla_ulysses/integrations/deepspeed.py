@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.group import SequenceGroup
-from ..hf.handle import DataRanks, Handle
+from ..hf.handle import Handle
 
 Config = str | os.PathLike | Mapping[str, Any]
 
@@ -92,7 +91,7 @@ def initialize(
             training_data=training_data,
             lr_scheduler=lr_scheduler,
             collate_fn=collate_fn,
-            mpu=SequenceMpu(handle.group, handle.data),
+            mpu=SequenceMpu(handle),
             config=settings,
         )
     if engine.sequence_parallel_size != 1 or engine.seq_dp_world_size != dist.get_world_size():
@@ -118,33 +117,32 @@ def load_config(config: Config | Sequence[Config]) -> dict[str, Any]:
 
 
 class SequenceMpu:
-    """What DeepSpeed asks about parallelism: data-parallel groups for batch sizes and samplers, the
-    whole world for gradients and ZeRO partitions, a group of one for model parallelism.
+    """What DeepSpeed asks about parallelism: data-parallel size and rank for batch sizes and samplers,
+    the whole world as the group that parameters are sharded and gradients are summed over (ZeRO-3 asks
+    for it as the *data-parallel* group), a group of one for model parallelism.
 
     Sequence parallelism is deliberately absent (see the top of this file), and so is an alias of it
     as model parallelism, which breaks universal checkpoints.
     """
 
-    def __init__(self, group: SequenceGroup, data: DataRanks) -> None:
-        self._data = data
+    def __init__(self, handle: Handle) -> None:
+        self._data_rank, self._data_size = handle.data_rank, handle.data_size
         # Only the members of a group have to create it, so this does not grow with the world.
-        self._data_group = dist.new_group(list(data.ranks), use_local_synchronization=True)
         self._model_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._data_group
+        return dist.group.WORLD
+
+    get_sequence_data_parallel_group = get_data_parallel_group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(self._data.ranks)
+        return list(range(dist.get_world_size()))
 
     def get_data_parallel_world_size(self) -> int:
-        return self._data.size
+        return self._data_size
 
     def get_data_parallel_rank(self) -> int:
-        return self._data.index
-
-    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
-        return dist.group.WORLD
+        return self._data_rank
 
     def get_sequence_data_parallel_world_size(self) -> int:
         return dist.get_world_size()
@@ -185,9 +183,10 @@ def _fill_auto(settings: dict[str, Any], values: Mapping[str, Any]) -> dict[str,
 
     fill(settings, "")
     if missing:
+        keywords = ", ".join(f"{path.rpartition('.')[2]}=..." for path in missing)
         raise ValueError(
-            f'the DeepSpeed config leaves {", ".join(missing)} "auto": give a value to initialize by keyword '
-            f"({', '.join(f'{m.rpartition(".")[2]}=...' for m in missing)}), or write it into the config."
+            f'the DeepSpeed config leaves {", ".join(missing)} "auto": give initialize({keywords}), or write values '
+            "into the config."
         )
     unused = sorted(set(values) - used)
     if unused:
