@@ -83,17 +83,16 @@ def find_mla(model: nn.Module) -> MLAModel:
         raise UnsupportedModelError(
             f"{name} has no Multi-head Latent Attention layer: parallelize supports {', '.join(TESTED)}."
         )
-    text_models = [
-        m for m in model.modules() if isinstance(m, PreTrainedModel) and m.get_input_embeddings() is not None
+    owners = [
+        m for m in model.modules() if isinstance(m, PreTrainedModel) and {id(x) for x in m.modules()} >= set(map(id, layers))
     ]
-    owners = [m for m in text_models if all(layer in set(m.modules()) for layer in layers)]
     if not owners:
         raise UnsupportedModelError(
             f"{name} is not a transformers PreTrainedModel around its attention layers, so positions and masks cannot "
             "be followed: load it with AutoModelForCausalLM (remote code: load it natively, without trust_remote_code), "
             "or use UlyssesMLAAttention in your own model."
         )
-    text_model = min(owners, key=lambda m: sum(1 for _ in m.modules()))
+    text_model = owners[-1]  # the innermost, since modules() goes from the outside in
     config = text_model.config
     _refuse_model(name, model, text_model, config, layers)
     for layer in layers:

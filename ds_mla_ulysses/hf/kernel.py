@@ -73,11 +73,13 @@ class LocalKernel:
         for row, start, end in documents.segments:
             part = (x[slice(None) if row is None else slice(row, row + 1), :, start:end] for x in (q, k, v))
             rows.setdefault(row, []).append(self._call(*part, None, scaling, is_causal=True))
-        return torch.cat([torch.cat(parts, dim=1) for parts in rows.values()])
+        return _without_padding(torch.cat([torch.cat(parts, dim=1) for parts in rows.values()]), documents)
 
     def _eager(self, q, k, v, documents: Documents, scaling):
         mask = torch.zeros_like(documents.allowed_B1SS, dtype=q.dtype)
-        mask.masked_fill_(~documents.allowed_B1SS, torch.finfo(q.dtype).min)
+        # Eager functions take the softmax in fp32, where the lowest fp64 number is -inf and an empty row NaN.
+        lowest = max(torch.finfo(q.dtype).min, torch.finfo(torch.float32).min)
+        mask.masked_fill_(~documents.allowed_B1SS, lowest)
         return self._call(q, k, v, mask, scaling)
 
     def _varlen(self, q, k, v, documents: Documents, scaling):
@@ -85,7 +87,7 @@ class LocalKernel:
             return self._call(q, k, v, None, scaling, is_causal=True)
         lengths = {"cu_seq_lens_q": documents.cu_seqlens, "cu_seq_lens_k": documents.cu_seqlens}
         longest = {"max_length_q": documents.longest, "max_length_k": documents.longest}
-        return self._call(q, k, v, None, scaling, is_causal=True, **lengths, **longest)
+        return _without_padding(self._call(q, k, v, None, scaling, is_causal=True, **lengths, **longest), documents)
 
     def _flex(self, q, k, v, documents: Documents, scaling):
         from torch.nn.attention.flex_attention import create_block_mask
@@ -94,12 +96,19 @@ class LocalKernel:
             ids_BS = documents.ids_BS
 
             def same_document(b, h, i, j):
-                return (i >= j) & (ids_BS[b, i] == ids_BS[b, j])
+                return (i >= j) & (ids_BS[b, i] == ids_BS[b, j]) & (ids_BS[b, j] > 0)
 
             documents.kernel_cache["flex"] = create_block_mask(
                 same_document, documents.batch, None, documents.length, documents.length, device=q.device
             )
         return self._call(q, k, v, documents.kernel_cache["flex"], scaling)
+
+
+def _without_padding(out_BSMV: Tensor, documents: Documents) -> Tensor:
+    """Zeros on padding, as sdpa and flash attention give to a row without keys."""
+    if documents.padding_BS is None:
+        return out_BSMV
+    return out_BSMV.masked_fill(documents.padding_BS.unflatten(1, (-1, 1, 1)), 0)
 
 
 class _StandIn:

@@ -21,11 +21,12 @@ class Documents:
     """Documents of a batch of whole sequences: tokens attend causally within their own document.
 
     A new document starts where a position does not follow the one before it (transformers' rule), and
-    at every change between tokens and padding. A run of padding is one document, whatever its
-    positions, so no row of attention is ever empty.
+    at every change between tokens and padding. A run of padding is divided as one document, whatever
+    its positions, but attends to nothing: its output is what the kernel gives to a row without keys.
 
     Args:
         starts_BS: bool, True on the first token of each document; on any device.
+        padding_BS: bool, True on padding; None where there is none.
 
     Attributes:
         segments: [(row, start, end), ...] of all documents, in order. One device synchronisation, at
@@ -33,8 +34,8 @@ class Documents:
     """
 
     # Not a dataclass: torch.compile would guard on every field, which makes a graph per layout.
-    def __init__(self, starts_BS: Tensor) -> None:
-        self.starts_BS = starts_BS
+    def __init__(self, starts_BS: Tensor, padding_BS: Tensor | None = None) -> None:
+        self.starts_BS, self.padding_BS = starts_BS, padding_BS
         self.batch, self.length = starts_BS.shape
         begins = starts_BS.flatten().nonzero().flatten().tolist()
         ends = [*begins[1:], self.batch * self.length]
@@ -51,7 +52,7 @@ class Documents:
     @property
     def one_per_row(self) -> bool:
         """Whether plain causal attention is right."""
-        return self.segments == [(None, 0, self.length)]
+        return self.segments == [(None, 0, self.length)] and self.padding_BS is None
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -66,14 +67,15 @@ class Documents:
 
     @cached_property
     def ids_BS(self) -> Tensor:
-        """int64 [B, S]: the number of each token's document within its row."""
-        return self.starts_BS.cumsum(1)
+        """int64 [B, S]: the number of each token's document within its row, from 1; 0 on padding."""
+        ids = self.starts_BS.cumsum(1)
+        return ids if self.padding_BS is None else ids.masked_fill(self.padding_BS, 0)
 
     @cached_property
     def allowed_B1SS(self) -> Tensor:
         """bool [B, 1, S, S]: which keys each query may see. Quadratic in S: for eager attention only."""
-        same = self.ids_BS.unsqueeze(2) == self.ids_BS.unsqueeze(1)
-        return same.tril().unsqueeze(1)
+        query, key = self.ids_BS.unsqueeze(2), self.ids_BS.unsqueeze(1)
+        return ((query == key) & (key > 0)).tril().unsqueeze(1)
 
     @cached_property
     def kernel_cache(self) -> dict:
@@ -81,23 +83,21 @@ class Documents:
         return {}
 
 
-def document_starts(positions_BS: Tensor, padding_BS: Tensor | None) -> tuple[Tensor, str | None]:
-    """Where documents start, and what is wrong with the padding, if anything.
+def find_documents(positions_BS: Tensor, padding_BS: Tensor) -> tuple[Documents, str | None]:
+    """The documents, and what is wrong with the padding, if anything.
 
     Args:
         positions_BS: int, positions of all tokens.
-        padding_BS: bool, True on padding; None where there is none.
+        padding_BS: bool, True on padding.
     """
-    follows = torch.ones_like(positions_BS, dtype=torch.bool)
+    follows = torch.ones_like(padding_BS)
     follows[:, 1:] = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
-    if padding_BS is None or not padding_BS.any():
-        starts = ~follows
-        starts[:, 0] = True
-        return starts, None
     starts = ~(follows | padding_BS)
     starts[:, 1:] |= padding_BS[:, 1:] != padding_BS[:, :-1]
     starts[:, 0] = True
-    return starts, _hole(positions_BS, padding_BS)
+    if not padding_BS.any():
+        return Documents(starts), None
+    return Documents(starts, padding_BS), _hole(positions_BS, padding_BS)
 
 
 def _hole(positions_BS: Tensor, padding_BS: Tensor) -> str | None:
@@ -151,10 +151,10 @@ def gather_documents(
     # One gather for both; [ranks * T, B, 2], since ranks and tokens have to be adjacent.
     mine = torch.stack([positions_BT.T, padding_BT.T.to(torch.long)], dim=-1)
     positions_SB, padding_SB = gather_now(mine, group, "setup").unbind(-1)
-    starts, problem = document_starts(positions_SB.T, padding_SB.T.bool())
+    documents, problem = find_documents(positions_SB.T, padding_SB.T.bool())
     if problem is not None:
         raise ValueError(problem)
-    return Documents(starts), positions_BT
+    return documents, positions_BT
 
 
 def _problem(position_ids: Tensor | None, attention_mask: Tensor | None, B: int, T: int) -> str | None:
