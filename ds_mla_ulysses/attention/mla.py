@@ -128,7 +128,7 @@ class UlyssesMLAAttention(DistributedAttention):
         out = self.local_attn(*own, *args, **kwargs)
         out_SBMV = out.transpose(0, 1) if batch_first else out
         if self.group.size == 1:
-            return out
+            return out.contiguous()
         out_TBHV = HeadsToTokens.apply(out_SBMV, q.shape[2], self.group, batch_first)
         return out_TBHV.transpose(0, 1) if batch_first else out_TBHV
 
