@@ -1,0 +1,273 @@
+"""Labels, positions, documents and padding that users of such systems have tripped over."""
+
+import pytest
+import torch
+from models import (
+    assert_gradients,
+    gradients,
+    packed_batch,
+    padded_batch,
+    random_batch,
+    reference_step,
+    tiny_model,
+)
+from rank_pool import raises_on_ranks, run_ranks
+from test_parity import sharded_step
+
+
+def parallel_model(family="deepseek_v3", sp_size=None, **kwargs):
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model(family, **kwargs)
+    return model, dmu.parallelize(model, sp_size=sp_size)
+
+
+def labelled(which):
+    batch = random_batch(2, 34)
+    labels = torch.full_like(batch["labels"], -100)
+    half = 17
+    chosen = {
+        "first token of rank 1": slice(half, half + 1),
+        "rank 0 only": slice(3, half - 2),
+        "rank 1 only": slice(half + 3, None),
+        "none": slice(0, 0),
+    }[which]
+    labels[:, chosen] = batch["input_ids"][:, chosen]
+    return batch | dict(labels=labels)
+
+
+def compare_labels(which):
+    batch = labelled(which)
+    want = reference_step(tiny_model("deepseek_v3"), batch)
+    model, handle = parallel_model()
+    loss, grads, _ = sharded_step(model, batch, handle)
+    assert abs(loss - want[0]) < 1e-9
+    if which == "none":
+        assert loss == 0 and all(not g.any() for g in grads.values())
+    else:
+        assert loss > 0
+        assert_gradients(grads, want[1], 1e-6)
+    return loss
+
+
+@pytest.mark.parametrize("which", ["first token of rank 1", "rank 0 only", "rank 1 only", "none"])
+def test_labels_anywhere(which):
+    first, second = run_ranks(2, compare_labels, which)
+    assert first == second
+
+
+def loss_of(batch, with_mask=False):
+    model, handle = parallel_model()
+    if with_mask:
+        batch = batch | dict(attention_mask=torch.ones_like(batch["input_ids"]))
+    return sharded_step(model, batch, handle)[0]
+
+
+def perturbed_documents(with_mask):
+    batch = packed_batch([[20, 30, 14]])
+    batch["labels"][:, :51] = -100  # the third document's own
+    other = batch | dict(input_ids=batch["input_ids"].clone())
+    other["input_ids"][:, :50] = (other["input_ids"][:, :50] + 7) % 100 + 3
+    moved = batch | dict(input_ids=batch["input_ids"].clone())
+    moved["input_ids"][:, 55] = 3
+    return [loss_of(b, with_mask) for b in (batch, other, moved)]
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_packed_documents_do_not_see_each_other(with_mask):
+    for before, after, moved in run_ranks(2, perturbed_documents, with_mask):
+        assert before == after
+        assert before != moved  # the measure can move
+
+
+def missing_positions():
+    batch = random_batch(2, 34)
+    want = reference_step(tiny_model("mistral4"), batch)[2]
+    model, handle = parallel_model("mistral4")
+    rank = handle.group.rank
+    mine = slice(17 * rank, 17 * (rank + 1))
+    with torch.no_grad():
+        got = model(batch["input_ids"][:, mine]).logits
+    torch.testing.assert_close(got, want[:, mine], rtol=1e-6, atol=1e-6)
+
+
+def test_missing_positions_are_global_ones():
+    run_ranks(2, missing_positions)
+
+
+def long_rope(S):
+    """Long rope takes its tables from the longest position, which only the last rank has."""
+    batch = random_batch(1, S)
+    want = reference_step(tiny_model("minicpm3"), batch)
+    model, handle = parallel_model("minicpm3")
+    loss, grads, _ = sharded_step(model, batch, handle)
+    assert abs(loss - want[0]) < 1e-9
+    assert_gradients(grads, want[1], 1e-6)
+
+
+@pytest.mark.parametrize("S", [16, 30])
+def test_long_rope_is_chosen_by_the_whole_sequence(S):
+    run_ranks(2, long_rope, S)
+
+
+def padded_to_ranks():
+    """61 tokens become 64 on four ranks; the padding is one document and moves nothing."""
+    batch = packed_batch([[40, 21]])
+    want = reference_step(tiny_model("deepseek_v3"), batch)
+    model, handle = parallel_model()
+    loss, grads, _ = sharded_step(model, batch, handle)
+    assert abs(loss - want[0]) < 1e-9
+    assert_gradients(grads, want[1], 1e-6)
+
+
+def test_61_tokens_on_4_ranks():
+    run_ranks(4, padded_to_ranks)
+
+
+def evaluate(sp_size):
+    batch = padded_batch([30, 18], 30)
+    want = reference_step(tiny_model("deepseek_v3"), batch)[0]
+    model, handle = parallel_model(sp_size=sp_size)
+    model.eval()
+    import ds_mla_ulysses as dmu
+
+    shard = dmu.shard_batch(batch, handle.group)
+    with torch.no_grad():
+        inputs = {name: x for name, x in shard.items() if name != "shift_labels"}
+        return handle.loss(model(**inputs).logits, shard["shift_labels"]).item() - want
+
+
+def test_eval_loss_of_left_padded_batches():
+    assert max(map(abs, run_ranks(2, evaluate, 2))) < 1e-9
+    assert max(map(abs, run_ranks(4, evaluate, 2))) < 1e-9
+
+
+def data_parallel():
+    """2 x 2 of 4 without an engine: token-weighted over micro-batches and groups, summed over the world."""
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+
+    batches = [[random_batch(2, 21, seed=10 * step + d) for d in range(2)] for step in range(2)]
+    for d, rare in enumerate((3, 17)):
+        batches[0][d]["labels"][:, :rare] = -100
+    plain = tiny_model("deepseek_v3")
+    items = sum(int((b["labels"][:, 1:] != -100).sum()) for row in batches for b in row)
+    from models import token_loss
+
+    want = 0.0
+    for b in (b for row in batches for b in row):
+        loss = token_loss(plain(input_ids=b["input_ids"], use_cache=False).logits, b["labels"], items)
+        loss.backward()
+        want += loss.item()
+
+    model, handle = parallel_model(sp_size=2)
+    shards = [dmu.shard_batch(row[handle.data_rank], handle.group) for row in batches]
+    num_items = handle.num_items(shards)
+    assert num_items == items and handle.data_size == 2
+    got = torch.zeros(())
+    for shard in shards:
+        logits = model(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits
+        loss = handle.loss(logits, shard["shift_labels"], num_items=num_items)
+        loss.backward()
+        got += loss.detach()
+    handle.sum_gradients(group=dist.group.WORLD)
+    assert_gradients(gradients(model), gradients(plain), 1e-6)
+    dist.all_reduce(got)  # each group's loss on both of its ranks
+    assert abs(got.item() / 2 - want) < 1e-6
+
+
+def test_two_groups_of_two():
+    run_ranks(4, data_parallel)
+
+
+def own_groups(strided):
+    """Groups that the caller made; ranks of one group need not be neighbours."""
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+
+    parts = [[0, 2], [1, 3]] if strided else [[0, 1], [2, 3]]
+    groups = [dist.new_group(ranks) for ranks in parts]
+    mine = next(i for i, ranks in enumerate(parts) if dist.get_rank() in ranks)
+    batch = random_batch(1, 20, seed=mine)
+    want = reference_step(tiny_model("deepseek_v3"), batch)
+    model = tiny_model("deepseek_v3")
+    handle = dmu.parallelize(model, group=groups[mine])
+    loss, grads, _ = sharded_step(model, batch, handle)
+    assert abs(loss - want[0]) < 1e-9
+    assert_gradients(grads, want[1], 1e-6)
+    return handle.data_rank, handle.data_size
+
+
+def test_groups_of_the_caller():
+    assert run_ranks(4, own_groups, True) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert run_ranks(4, own_groups, False) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def bad_forward(what):
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+
+    rank = dist.get_rank()
+    if what == "different batches":
+        return dmu.shard_batch(random_batch(1, 8, seed=rank), dist.group.WORLD)
+    if what == "different lengths":
+        return dmu.shard_batch(random_batch(1, 8 + rank), dist.group.WORLD)
+    if what == "bad on one rank":
+        batch = random_batch(1, 8)
+        return dmu.shard_batch(batch | (dict(labels=torch.ones(3)) if rank else {}), dist.group.WORLD)
+    model, _ = parallel_model()
+    T = 6 + (rank if what == "lengths" else 0)
+    inputs = dict(input_ids=random_batch(2, T)["input_ids"])
+    if what == "positions on one rank" and rank:
+        inputs["position_ids"] = torch.arange(T)
+    if what == "whole mask on one rank" and rank:
+        inputs["attention_mask"] = torch.ones(2, 2 * T)
+    if what == "hole":
+        inputs["attention_mask"] = torch.tensor([[1, 1, 0, 1, 1, 1]] * 2)
+    if what == "labels":
+        inputs["labels"] = inputs["input_ids"]
+    if what == "cache":
+        from transformers import DynamicCache
+
+        inputs["cache"] = DynamicCache(config=model.config)
+    if what == "cu_seq_lens":
+        inputs["cu_seq_lens_q"] = torch.tensor([0, 6])
+    if what == "logits_to_keep":
+        inputs["logits_to_keep"] = 1
+    if what == "dropout":
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+    if what == "window":
+        inputs["sliding_window"] = 8
+    if what == "attentions":
+        inputs["output_attentions"] = True
+    if what == "backend changed":
+        model.set_attn_implementation("eager")
+    return model(**inputs)
+
+
+@pytest.mark.parametrize(
+    "what,error,message",
+    [
+        ("different batches", ValueError, r"hold different batches \(they differ in \['input_ids'"),
+        ("different lengths", ValueError, "hold different batches"),
+        ("bad on one rank", ValueError, "rank 1 of the sequence group: labels must be"),
+        ("lengths", ValueError, "inputs of different shapes"),
+        ("positions on one rank", ValueError, "given on some ranks"),
+        ("whole mask on one rank", ValueError, "rank 1 of the sequence group: attention_mask must be this rank's"),
+        ("hole", ValueError, "padding inside a document"),
+        ("labels", ValueError, "handle.loss"),
+        ("cache", ValueError, "cache is not supported"),
+        ("cu_seq_lens", ValueError, "tell documents by position_ids"),
+        ("logits_to_keep", ValueError, "logits_to_keep"),
+        ("dropout", ValueError, "attention_dropout = 0.0"),
+        ("window", ValueError, "sliding_window is not supported"),
+        ("attentions", ValueError, "output_attentions"),
+        ("backend changed", RuntimeError, r"call handle.restore\(\) first"),
+    ],
+)
+def test_refused_on_every_rank(what, error, message):
+    raises_on_ranks(2, error, message, bad_forward, what)
