@@ -1,0 +1,130 @@
+"""What cannot be right is refused with the model, the reason and the way out. No process group is needed."""
+
+import pytest
+import torch
+from models import tiny_config, tiny_model
+
+import ds_mla_ulysses as dmu
+
+
+def refused(model, *words):
+    with pytest.raises(dmu.UnsupportedModelError) as caught:
+        dmu.parallelize(model)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    assert not torch.distributed.is_initialized()
+    assert not any("_ulysses" in vars(m) for m in model.modules())
+
+
+def small(config_class, **settings):
+    common = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, pad_token_id=0)
+    return config_class(**(common | dict(num_attention_heads=4, num_key_value_heads=4) | settings))
+
+
+def test_no_mla_layer():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    refused(LlamaForCausalLM(small(LlamaConfig)), "LlamaForCausalLM (llama)", "no Multi-head Latent Attention", "deepseek_v3")
+
+
+def test_sparse_indexer():
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    widths = dict(kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1)
+    indexer = dict(index_n_heads=2, index_head_dim=8, index_topk=4)
+    config = small(DeepseekV32Config, **widths, **experts, **indexer)
+    refused(DeepseekV32ForCausalLM(config), "deepseek_v32", "sparse indexer", "without sequence parallelism")
+
+
+def test_linear_attention_hybrid():
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    layers = ["linear_attention", "full_attention"]
+    config = small(
+        KimiLinearConfig, num_hidden_layers=2, layer_types=layers, num_experts=4, num_experts_per_token=2, moe_intermediate_size=16
+    )  # fmt: skip
+    refused(KimiLinearForCausalLM(config), "kimi_linear", "linear-attention", "restart on every rank")
+
+
+def test_no_rope_part():
+    model = tiny_model("youtu", torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.qk_rope_head_dim = 0
+    refused(model, "youtu", "qk_rope_head_dim=0", "no shared key")
+
+
+def test_grouped_key_value_heads():
+    model = tiny_model("youtu", torch.float32)
+    model.model.layers[1].self_attn.num_key_value_groups = 2
+    refused(model, "num_key_value_groups=2")
+
+
+def test_fused_forward():
+    model = tiny_model("deepseek_v3", torch.float32)
+    layer = model.model.layers[0].self_attn
+    layer.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    refused(model, "DeepseekV3Attention", "fused kernel", "use_kernels=False")
+
+
+def test_remote_code_without_the_hook():
+    model = tiny_model("deepseek_v3", torch.float32)
+
+    class DeepseekV3Attention(torch.nn.Module):
+        kv_lora_rank, kv_b_proj = 24, None
+
+    model.model.layers[0].self_attn = DeepseekV3Attention()
+    refused(model, "expand_kv", "natively", "transformers >= 5.15")
+
+
+def test_pooling_heads():
+    from transformers import DeepseekV3ForSequenceClassification
+
+    refused(DeepseekV3ForSequenceClassification(tiny_config("deepseek_v3")), "pools over the sequence")
+
+
+def test_mixed_attention():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    model = tiny_model("deepseek_v3", torch.float32)
+    model.model.layers[0].self_attn = LlamaAttention(small(LlamaConfig), 0)
+    refused(model, "mixes MLA with other attention", "LlamaAttention")
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (dict(strategy="latent"), r"strategy must be one of \['packed'\], got 'latent'"),
+        (dict(sp_size=2, group=object()), "sp_size or group, not both"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dmu.parallelize(tiny_model("youtu"), **arguments)
+
+
+def test_unknown_backend():
+    model = tiny_model("youtu")
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("mine", lambda *args, **kwargs: None)
+    model.config._attn_implementation = "mine"
+    with pytest.raises(ValueError, match="attn_implementation='mine' is not supported: load the model with 'sdpa'"):
+        dmu.parallelize(model)
+
+
+def test_untested_model_types_warn():
+    model = tiny_model("youtu")
+    model.config.model_type = "cousin"
+    with pytest.warns(UserWarning, match="cousin has the MLA layers"), pytest.raises(ValueError, match="sp_size=7"):
+        dmu.parallelize(model, sp_size=7)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", ["world", 3])
+def test_groups_must_be_groups(group):
+    from ds_mla_ulysses.comm.group import SequenceGroup
+
+    with pytest.raises(ValueError, match="must be a torch.distributed ProcessGroup"):
+        SequenceGroup.of(group)
