@@ -76,7 +76,7 @@ class _Pool:
         self.workers, self.pipes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(rank, size, store, theirs), daemon=True)
+            worker = context.Process(target=_work, args=(rank, size, store, theirs))
             worker.start()
             theirs.close()
             self.workers.append(worker)

@@ -1,0 +1,311 @@
+"""Engines from initialize: their updates are one process's updates, at every ZeRO stage."""
+
+import pytest
+import torch
+from models import random_batch, tiny_model, token_loss
+from rank_pool import raises_on_ranks, run_ranks
+
+LR = 0.02
+
+
+def engine_config(stage, clip=0.0, accumulation=1, reduce_scatter=True, **more):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": stage, "reduce_scatter": reduce_scatter},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    } | more
+
+
+def micro_batches(step, data_size, accumulation):
+    """Uneven token counts: 2 labels in one micro-batch, many in the next."""
+    rows = []
+    for micro in range(accumulation):
+        row = [random_batch(2, 17, seed=100 * step + 10 * micro + d) for d in range(data_size)]
+        for d, batch in enumerate(row):
+            batch["labels"][:, : 15 if micro == 0 else 3 + d] = -100
+        rows.append(row)
+    return rows
+
+
+def plain_steps(family, steps, data_size, accumulation, clip):
+    """Losses and parameters of one process; its gradient norms before clipping."""
+    model = tiny_model(family, torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses, norms = [], []
+    for step in range(steps):
+        batches = [b for row in micro_batches(step, data_size, accumulation) for b in row]
+        items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+        total = 0.0
+        for batch in batches:
+            loss = token_loss(model(input_ids=batch["input_ids"], use_cache=False).logits, batch["labels"], items)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def full_parameters(model, stage):
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {n: (safe_get_full_fp32_param(p) if stage == 3 else p.detach()) for n, p in model.named_parameters()}
+
+
+def engine_steps(model, handle, config, steps, accumulation):
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+
+    engine, *_ = dmu.initialize(model=model, config=config, handle=handle)
+    losses, norms = [], []
+    for step in range(steps):
+        rows = micro_batches(step, handle.data_size, accumulation)
+        shards = [dmu.shard_batch(row[handle.data_rank], handle.group) for row in rows]
+        num_items = handle.num_items(shards)
+        total = torch.zeros(())
+        for shard in shards:
+            logits = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits
+            loss = handle.loss(logits, shard["shift_labels"], num_items=num_items)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+        losses.append(total.item() / handle.group.size)
+        norm = engine.get_global_grad_norm()
+        norms.append(None if norm is None else float(norm))
+    return engine, losses, norms
+
+
+def compare_update(family, sp_size, stage, clip, reduce_scatter, steps=3, accumulation=2):
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model(family, torch.float32)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    handle = dmu.parallelize(model, sp_size=sp_size)
+    config = engine_config(stage, clip, accumulation, reduce_scatter)
+    engine, losses, norms = engine_steps(model, handle, config, steps, accumulation)
+    got = full_parameters(model, stage)
+    engine.destroy()
+    want_losses, want_norms, want = plain_steps(family, steps, handle.data_size, accumulation, clip)
+    assert losses == pytest.approx(want_losses, rel=1e-5)
+    if stage:  # stage 0 in fp32 reports no norm
+        assert norms == pytest.approx(want_norms, rel=1e-4)
+    for name, expected in want.items():
+        error = (got[name] - expected).norm()
+        assert error <= 1e-5 * expected.norm(), name
+        # Next to what the steps changed, which a wrong scale would show at any learning rate.
+        assert error <= 1e-3 * (expected - start[name]).norm() + 1e-6 * expected.norm(), name
+    return {name: float(p.double().sum()) for name, p in got.items()}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("stage,reduce_scatter", [(0, True), (1, True), (2, True), (2, False), (3, True), (3, False)])
+@pytest.mark.parametrize("size,sp_size", [(2, 2), (4, 2)])
+def test_three_sgd_steps(size, sp_size, stage, reduce_scatter, clip):
+    sums = run_ranks(size, compare_update, "deepseek_v3", sp_size, stage, clip, reduce_scatter)
+    assert all(s == sums[0] for s in sums)  # no rank drifts
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_without_num_items(stage):
+    """One micro-batch, one data-parallel group: the mean needs no count."""
+    run_ranks(2, mean_update, stage)
+
+
+def mean_update(stage):
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model("youtu", torch.float32)
+    handle = dmu.parallelize(model)
+    engine, *_ = dmu.initialize(model=model, config=engine_config(stage), handle=handle)
+    ((batch,),) = micro_batches(0, 1, 1)
+    shard = dmu.shard_batch(batch, handle.group)
+    loss = handle.loss(engine(input_ids=shard["input_ids"]).logits, shard["shift_labels"])
+    engine.backward(loss)
+    engine.step()
+    got = full_parameters(model, stage)
+    engine.destroy()
+    want = plain_steps("youtu", 1, 1, 1, 0.0)[2]
+    assert all((got[n] - p).norm() <= 1e-5 * p.norm() for n, p in want.items())
+
+
+def refuses_mean(accumulation, sp_size):
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model("youtu", torch.float32)
+    handle = dmu.parallelize(model, sp_size=sp_size)
+    engine, *_ = dmu.initialize(model=model, config=engine_config(0, accumulation=accumulation), handle=handle)
+    shard = dmu.shard_batch(random_batch(2, 8), handle.group)
+    handle.loss(engine(input_ids=shard["input_ids"]).logits, shard["shift_labels"])
+
+
+@pytest.mark.parametrize("size,accumulation,sp_size", [(2, 2, 2), (4, 1, 2)])
+def test_a_mean_that_is_not_the_steps_is_refused(size, accumulation, sp_size):
+    raises_on_ranks(size, ValueError, "pass num_items=handle.num_items", refuses_mean, accumulation, sp_size)
+
+
+def routes_apart(family, steps):
+    """Twelve steps of ZeRO-3 in which ranks route to different numbers of experts: no rank waits for another."""
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model(family, torch.float32, n_routed_experts=6 if family == "longcat_flash" else 16, seed=3)
+    counts = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(lambda m, args: counts.append(len(set(args[1].flatten().tolist()))))
+    handle = dmu.parallelize(model)
+    engine, losses, _ = engine_steps(model, handle, engine_config(3), steps, 1)
+    engine.destroy()
+    return counts, losses
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
+def test_zero3_survives_uneven_routing(family):
+    (first, losses), (second, other) = run_ranks(2, routes_apart, family, 12, timeout=120)
+    assert first != second  # the data does what the test is for
+    assert losses == other and all(x == x for x in losses)
+
+
+def next_engine_is_plain():
+    """DeepSpeed's process-wide mpu is put back: a plain engine made afterwards is right, and the old one stays right."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model("youtu", torch.float32)
+    handle = dmu.parallelize(model)
+    engine, *_ = dmu.initialize(model=model, config=engine_config(2), handle=handle)
+    assert groups.mpu is None
+    plain = torch.nn.Linear(3, 3)
+    torch.nn.init.ones_(plain.weight)
+    second, *_ = deepspeed.initialize(model=plain, config=engine_config(0))
+    loss = second(torch.ones(2, 3)).sum()
+    second.backward(loss)
+    second.step()
+    torch.testing.assert_close(plain.weight, torch.ones(3, 3) - LR * 2)  # the ranks' mean: both have the same data
+    ((batch,),) = micro_batches(0, 1, 1)
+    shard = dmu.shard_batch(batch, handle.group)
+    engine.backward(handle.loss(engine(input_ids=shard["input_ids"]).logits, shard["shift_labels"]))
+    engine.step()
+    want = plain_steps("youtu", 1, 1, 1, 0.0)[2]
+    assert all((p.detach() - want[n]).norm() <= 1e-5 * want[n].norm() for n, p in model.named_parameters())
+    engine.destroy()
+
+
+def test_the_next_plain_engine_is_right():
+    run_ranks(2, next_engine_is_plain)
+
+
+def constructed_under_zero3(sp_size):
+    """A model that is never whole on any rank: HfDeepSpeedConfig, then parallelize, then initialize."""
+    import torch._dynamo
+    from models import tiny_config
+    from transformers import DeepseekV3ForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import ds_mla_ulysses as dmu
+
+    config = engine_config(3, sequence_parallel_size=sp_size)
+    keep = HfDeepSpeedConfig(config)
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM._from_config(tiny_config("deepseek_v3"), dtype=torch.float32)
+    partitioned = all(hasattr(p, "ds_id") and p.numel() == 0 for p in model.parameters() if p.ndim > 1)
+    del keep
+    handle = dmu.parallelize(model, sp_size=sp_size)
+    engine, losses, _ = engine_steps(model.train(), handle, config, 2, 1)
+    engine.destroy()
+    return partitioned, losses
+
+
+def test_construction_under_zero3():
+    answers = run_ranks(2, constructed_under_zero3, 2)
+    assert all(partitioned for partitioned, _ in answers)
+    assert answers[0][1] == answers[1][1] and answers[0][1][1] != answers[0][1][0]
+
+
+def brings_its_data():
+    """training_data: DeepSpeed's loader gives the ranks of a group the same samples and groups different ones."""
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model("youtu", torch.float32)
+    handle = dmu.parallelize(model, sp_size=2)
+    data = [{"input_ids": torch.full((8,), i)} for i in range(8)]
+    engine, _, loader, _ = dmu.initialize(model=model, config=engine_config(1), handle=handle, training_data=data)
+    seen = [batch["input_ids"][:, 0].tolist() for batch in loader]
+    size = engine.train_batch_size()
+    engine.destroy()
+    return seen, size
+
+
+def test_data_of_deepspeeds_own_loader():
+    answers = run_ranks(4, brings_its_data)
+    (first, size), (second, _), (third, _), (fourth, _) = answers
+    assert first == second and third == fourth
+    assert sorted(i for part in first + third for i in part) == list(range(8))
+    assert size == 4  # 2 samples x 2 data-parallel groups
+
+
+def bad_config(change):
+    import deepspeed
+    from deepspeed.utils import groups
+
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model("youtu", torch.float32)
+    handle = dmu.parallelize(model)
+    config, auto = engine_config(1), {}
+    if change == "mesh":
+        groups.mesh_device = object()
+        try:
+            return dmu.initialize(model=model, config=config, handle=handle)
+        finally:
+            groups.mesh_device = None
+    if change == "restored":
+        handle.restore()
+    if change == "other model":
+        model = tiny_model("youtu", torch.float32)
+    if change == "auto":
+        config["optimizer"]["params"]["lr"] = config["gradient_accumulation_steps"] = "auto"
+        auto = {"lr": 0.1}
+    if change == "unused":
+        auto = {"lr": 0.1}
+    if change in ("prescale_gradients", "gradient_predivide_factor", "sequence_parallel_size"):
+        config[change] = {"prescale_gradients": True, "gradient_predivide_factor": 2.0, "sequence_parallel_size": 4}[change]
+    if change == "twice":
+        dmu.initialize(model=model, config=config, handle=handle)
+    deepspeed.zero  # noqa: B018
+    return dmu.initialize(model=model, config=config, handle=handle, **auto)
+
+
+@pytest.mark.parametrize(
+    "change,error,message",
+    [
+        ("mesh", RuntimeError, "device mesh"),
+        ("restored", RuntimeError, "restored"),
+        ("other model", ValueError, "another model"),
+        ("auto", ValueError, r"leaves gradient_accumulation_steps \"auto\": give initialize"),
+        ("unused", ValueError, "lr: no key of that name"),
+        ("prescale_gradients", ValueError, "prescale_gradients changes the gradient scale"),
+        ("gradient_predivide_factor", ValueError, "gradient_predivide_factor changes"),
+        ("sequence_parallel_size", ValueError, "sequence_parallel_size is 4 in the DeepSpeed config, but the handle has 2"),
+        ("twice", RuntimeError, "already has an engine"),
+    ],
+)
+def test_refused(change, error, message):
+    raises_on_ranks(2, error, message, bad_config, change)
+
+
+def test_configs_merge_key_by_key(tmp_path):
+    from ds_mla_ulysses.integrations.deepspeed import load_config
+
+    file = tmp_path / "base.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "overlap_comm": true}, "bf16": {"enabled": true}}')
+    merged = load_config([str(file), {"zero_optimization": {"overlap_comm": False}}, {"bf16": {"enabled": "auto"}}])
+    assert merged == {"zero_optimization": {"stage": 3, "overlap_comm": False}, "bf16": {"enabled": "auto"}}
