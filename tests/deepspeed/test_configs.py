@@ -8,14 +8,15 @@ from rank_pool import raises_on_ranks, run_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = ("zero1", "zero2", "zero3", "zero3_offload")
-AUTO = dict(lr=1e-2, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2)
+AUTO = {"lr": 1e-2, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 _losses: dict[str, list[float]] = {}
 
 
 def _engine(name, override, auto, dtype="float32"):
-    import ds_mla_ulysses as dmu
     import torch
     from models import tiny_model
+
+    import ds_mla_ulysses as dmu
 
     model = tiny_model("deepseek_v3", getattr(torch, dtype))
     handle = dmu.parallelize(model)

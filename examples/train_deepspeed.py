@@ -1,0 +1,323 @@
+"""Trains a DeepSeek-V3 on text, with DeepSpeed, over processes that share each sequence.
+
+    deepspeed --num_gpus 2 examples/train_deepspeed.py                       # GPUs, or processes on a CPU
+    deepspeed --num_gpus 2 examples/train_deepspeed.py --verify              # against one process
+    deepspeed --num_gpus 4 examples/train_deepspeed.py --sp-size 2 --zero-stage 3
+    torchrun --nproc-per-node 2 examples/train_deepspeed.py --steps 20 --save checkpoints
+    torchrun --nproc-per-node 2 examples/train_deepspeed.py --steps 40 --resume checkpoints
+
+The model is small and its tokens are bytes, so nothing is downloaded; --model takes a real one. Whatever the
+number of processes and their groups, the same options train on the same text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs from a clone too
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+import torch.distributed as dist  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import ds_mla_ulysses as dmu  # noqa: E402
+from ds_mla_ulysses.integrations.deepspeed import load_config  # noqa: E402
+
+TOLERANCE = 1e-4
+Batch = dict[str, torch.Tensor]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--local_rank", type=int, help="given by the deepspeed launcher")
+    add("--model", help="name or folder of a Hugging Face MLA model; default: a small new DeepSeek-V3 on bytes")
+    add("--text", type=Path, help="a text file; default: the Python documentation in the standard library")
+    add("--sp-size", type=int, help="processes that share each sequence; default: all")
+    add("--seq-len", type=int, default=512)
+    add("--batch-size", type=int, default=2, help="sequences of a micro-batch, over all groups (default 2)")
+    add("--accumulation", type=int, default=1, help="micro-batches of an optimizer step (default 1)")
+    add("--steps", type=int, help="optimizer steps, those before --resume included; default 50, with --verify 5")
+    add("--lr", type=float, help="learning rate; default 2e-3 (AdamW), with --verify 0.2 (SGD)")
+    add("--zero-stage", type=int, choices=range(4), default=2)
+    add("--config", nargs="+", metavar="FILE", help="DeepSpeed configs in place of --zero-stage; later ones override")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: what the config says; float32 on a CPU")
+    add("--seed", type=int, default=0)
+    add("--save", type=Path, metavar="DIR", help="write a checkpoint after the last step")
+    add("--resume", type=Path, metavar="DIR", help="continue from a checkpoint")
+    add("--universal", action="store_true", help="--resume is one that ds_to_universal wrote, for any number of processes")
+    add("--verify", action="store_true", help="train also in one process (SGD, fp32) and compare; exit code 1 if apart")
+    add("--json", type=Path, metavar="FILE", help="write losses and what --verify measured")
+    args = parser.parse_args()
+    if args.verify and (args.resume or args.dtype == "bfloat16"):
+        parser.error("--verify starts anew and in float32")
+    args.steps = args.steps or (5 if args.verify else 50)
+    args.lr = args.lr or (0.2 if args.verify else 2e-3)
+    return args
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The DeepSpeed config; what it leaves "auto" is given to initialize."""
+    configs = ROOT / "configs"
+    files: list[Any] = args.config or [configs / f"zero{max(1, args.zero_stage)}.json"]
+    if not args.config and args.zero_stage == 0:
+        files.append({"zero_optimization": {"stage": 0}})
+    if not torch.cuda.is_available():
+        files.append(configs / "cpu.json")
+    settings = load_config(files)
+    if args.verify or args.dtype:
+        settings["bf16"] = {"enabled": args.dtype == "bfloat16"}
+    if args.verify:
+        settings["optimizer"] = {"type": "SGD", "params": {"lr": "auto"}}
+        settings["zero_allow_untested_optimizer"] = True
+    if args.universal:
+        settings["checkpoint"] = {"load_universal": True}
+    return settings
+
+
+def build_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """The same weights in every process."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(args.seed)
+    if args.model:
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).train()
+    config = DeepseekV3Config(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=96,
+        kv_lora_rank=48,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=64,
+        max_position_embeddings=max(4096, args.seq_len),
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        initializer_range=0.1,  # about hidden_size ** -0.5
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return DeepseekV3ForCausalLM(config).to(device, dtype).train()
+
+
+class Text:
+    """Tokens of a text, and the windows of it that an optimizer step reads: a function of seed and step alone."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        if args.text:
+            text = args.text.read_text(encoding="utf-8", errors="replace")
+        else:
+            from pydoc_data.topics import topics
+
+            text = "\n".join(topics[name] for name in sorted(topics))
+        if args.model:
+            from transformers import AutoTokenizer
+
+            tokens = AutoTokenizer.from_pretrained(args.model)(text)["input_ids"]
+        else:
+            tokens = list(text.encode())
+        if len(tokens) < args.seq_len:
+            raise SystemExit(f"the text has {len(tokens)} tokens, fewer than --seq-len {args.seq_len}.")
+        self.tokens, self.device = torch.tensor(tokens), device
+        self.seed, self.seq_len = args.seed, args.seq_len
+        self.rows, self.accumulation = args.batch_size, args.accumulation
+        checksum = zlib.crc32(self.tokens.numpy().tobytes())
+        self.position = {"seed": args.seed, "seq_len": args.seq_len, "rows": self.rows, "tokens": checksum}
+        self.position["accumulation"] = self.accumulation
+
+    def step(self, step: int, data_rank: int = 0, data_size: int = 1) -> list[Batch]:
+        """Micro-batches [B, S] of one step for one of `data_size` groups; together the groups read what one would."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        last = len(self.tokens) - self.seq_len
+        starts = torch.randint(last + 1, (self.accumulation, self.rows), generator=generator)
+        mine = starts.chunk(data_size, dim=1)[data_rank]
+        batches = []
+        for row in mine.tolist():
+            input_ids = torch.stack([self.tokens[start : start + self.seq_len] for start in row]).to(self.device)
+            batches.append({"input_ids": input_ids, "labels": input_ids})
+        return batches
+
+
+def train(args: argparse.Namespace, model: torch.nn.Module, settings: dict[str, Any], text: Text) -> dict[str, Any]:
+    """Trains over the processes of the job; returns losses and traffic."""
+    handle = dmu.parallelize(model, sp_size=args.sp_size)
+    if args.batch_size % handle.data_size:
+        raise SystemExit(f"--batch-size {args.batch_size} must be a multiple of the {handle.data_size} groups.")
+    engine, *_ = dmu.initialize(
+        model=model,
+        config=settings,
+        handle=handle,
+        lr=args.lr,
+        train_micro_batch_size_per_gpu=args.batch_size // handle.data_size,
+        gradient_accumulation_steps=args.accumulation,
+    )
+    first = 0
+    if args.resume:
+        where, state = engine.load_checkpoint(str(args.resume))
+        if where is None:
+            raise SystemExit(f"there is no checkpoint in {args.resume}.")
+        if state["text"] != text.position:
+            raise SystemExit(f"the checkpoint was trained on other data: {state['text']}, here {text.position}.")
+        first = state["step"]
+
+    losses = []
+    tokens = args.batch_size * args.seq_len * args.accumulation
+    bar = tqdm(range(first, args.steps), initial=first, total=args.steps, unit="step", disable=dist.get_rank() != 0)
+    with dmu.TrafficMeter() as meter:
+        for step in bar:
+            began, sent = time.perf_counter(), meter.total_bytes
+            batches = text.step(step, handle.data_rank, handle.data_size)
+            shards = [dmu.shard_batch(batch, handle.group) for batch in batches]
+            num_items = handle.num_items(shards)
+            total = torch.zeros((), device=text.device)
+            for shard in shards:
+                logits = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits
+                loss = handle.loss(logits, shard["shift_labels"], num_items=num_items)
+                total += loss.detach()
+                engine.backward(loss)
+                engine.step()
+            # Each rank of a group has the group's loss; the losses of the groups sum to that of the step.
+            dist.all_reduce(total)
+            losses.append(total.item() / handle.group.size)
+            per_token = (meter.total_bytes - sent) * dist.get_world_size() / tokens
+            speed = tokens / (time.perf_counter() - began)
+            bar.set_postfix_str(f"loss {losses[-1]:.4f}, {speed:,.0f} tokens/s, {per_token:,.0f} bytes sent/token")
+        bar.close()
+    if args.save:
+        engine.save_checkpoint(str(args.save), client_state={"step": args.steps, "text": text.position})
+    bytes_of = {direction: 0 for direction in ("forward", "backward", "setup")}
+    for (_, direction), count in meter.bytes.items():
+        bytes_of[direction] += count
+    trained_tokens = max(1, args.steps - first) * tokens
+    return {
+        "losses": losses,
+        "ranks": handle.group.size,
+        "clipping": engine.gradient_clipping(),
+        "bytes_per_token": {name: n * dist.get_world_size() / trained_tokens for name, n in bytes_of.items()},
+    }
+
+
+def train_one(args: argparse.Namespace, model: torch.nn.Module, text: Text, clipping: float) -> list[float]:
+    """The same steps by plain transformers and torch, in this process alone; neither DeepSpeed nor this package."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    losses = []
+    for step in tqdm(range(args.steps), unit="step", desc="one process"):
+        losses.append(0.0)
+        for batch in text.step(step):
+            loss = model(**batch, use_cache=False).loss / args.accumulation
+            losses[-1] += loss.item()
+            loss.backward()
+        if clipping:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def verify(args: argparse.Namespace, settings: dict[str, Any], text: Text, dtype: torch.dtype) -> dict[str, Any]:
+    """Trains over all processes and in one, compares on rank 0, prints the comparison there."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    model = build_model(args, dtype, text.device)
+    result = train(args, model, settings, text)
+    is_first = dist.get_rank() == 0
+    if is_first:
+        plain = build_model(args, dtype, text.device)
+        start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+        result["losses_of_one"] = train_one(args, plain, text, result["clipping"])
+        trained = dict(plain.named_parameters())
+    to_norm, to_change = (0.0, ""), (0.0, "")
+    for name, parameter in model.named_parameters():
+        with GatheredParameters([parameter]), torch.no_grad():  # under ZeRO-3 every rank has a part
+            if is_first:
+                wanted = trained[name]
+                distance = (parameter.to(wanted.device) - wanted).norm().item()
+                of_norm, of_change = wanted.norm().item(), (wanted - start[name]).norm().item()
+                to_norm = max(to_norm, (distance / of_norm if distance else 0.0, name))
+                to_change = max(to_change, ((distance / of_change if of_change else float("inf")) if distance else 0.0, name))
+    verdict = [True]
+    if is_first:
+        verdict = [report(args, result, model.config, dtype, to_norm, to_change)]
+    dist.broadcast_object_list(verdict)
+    return {**result, "equal": verdict[0]}
+
+
+def report(args: argparse.Namespace, result: dict[str, Any], config: Any, dtype: torch.dtype, to_norm, to_change) -> bool:
+    """Prints the comparison; whether nothing differs by more than the tolerance."""
+    ours, one = result["losses"], result["losses_of_one"]
+    world = dist.get_world_size()
+    print(f"\n{'step':>6}{'one process':>16}{f'{world} processes':>16}{'difference':>14}")
+    for step, (a, b) in enumerate(zip(one, ours, strict=True)):
+        print(f"{step:>6}{a:>16.7f}{b:>16.7f}{abs(a - b):>14.1e}")
+    of_losses = max(abs(a - b) / abs(a) for a, b in zip(one, ours, strict=True))
+    print(f"\nlargest relative difference of a loss: {of_losses:.1e}")
+    print(f"largest relative difference of a parameter, to its norm:   {to_norm[0]:.1e}  {to_norm[1]}")
+    print(f"largest relative difference of a parameter, to its change: {to_change[0]:.1e}  {to_change[1]}")
+
+    ranks, layers, size = result["ranks"], config.num_hidden_layers, torch.finfo(dtype).bits // 8
+    sent = sum(result["bytes_per_token"][name] for name in ("forward", "backward")) / layers
+    heads, K, V = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    three = 2 * size * heads * (2 * K + 2 * V) * (ranks - 1) / ranks  # forward and backward; Q, K, V and the output
+    print(f"\nsent per token and layer, forward and backward: {sent:,.0f} bytes (measured)")
+    if three:
+        print(f"materialised Q, K, V by three all-to-alls:      {three:,.0f} bytes ({1 - sent / three:.1%} of it saved)")
+    worst = {"loss": of_losses, "parameter_to_norm": to_norm[0], "parameter_to_change": to_change[0]}
+    result.update(largest_difference=worst, sent=sent, sent_by_three_all_to_alls=three)
+    equal = all(value <= TOLERANCE for value in worst.values())  # a NaN is not
+    print("\n" + (f"equal: nothing differs by more than {TOLERANCE}" if equal else f"DIFFERENT by more than {TOLERANCE}"))
+    return equal
+
+
+def main() -> int:
+    args = parse_args()
+    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank or 0))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    import deepspeed  # noqa: F401  (so that its logger exists)
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    settings = settings_of(args)
+    dtype = torch.bfloat16 if settings.get("bf16", {}).get("enabled") else torch.float32
+    text = Text(args, device)
+    if args.verify:
+        result = verify(args, settings, text, dtype)
+    else:
+        result = train(args, build_model(args, dtype, device), settings, text)
+    if dist.get_rank() == 0:
+        if args.json:
+            args.json.write_text(json.dumps(result))
+        if not args.verify and result["losses"]:
+            print(f"loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if result.get("equal", True) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
