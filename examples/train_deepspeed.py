@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -39,6 +40,7 @@ from ds_mla_ulysses.integrations.deepspeed import load_config  # noqa: E402
 
 TOLERANCE = 1e-4
 Batch = dict[str, torch.Tensor]
+Worst = tuple[float, str]  # a difference, and the parameter that has it
 
 
 def parse_args() -> argparse.Namespace:
@@ -52,21 +54,29 @@ def parse_args() -> argparse.Namespace:
     add("--batch-size", type=int, default=2, help="sequences of a micro-batch, over all groups (default 2)")
     add("--accumulation", type=int, default=1, help="micro-batches of an optimizer step (default 1)")
     add("--steps", type=int, help="optimizer steps, those before --resume included; default 50, with --verify 5")
-    add("--lr", type=float, help="learning rate; default 2e-3 (AdamW), with --verify 0.2 (SGD)")
+    add("--lr", type=float, help="learning rate; default 2e-3 (AdamW), with --verify 0.02 (SGD)")
     add("--zero-stage", type=int, choices=range(4), default=2)
     add("--config", nargs="+", metavar="FILE", help="DeepSpeed configs in place of --zero-stage; later ones override")
     add("--dtype", choices=("float32", "bfloat16"), help="default: what the config says; float32 on a CPU")
     add("--seed", type=int, default=0)
     add("--save", type=Path, metavar="DIR", help="write a checkpoint after the last step")
     add("--resume", type=Path, metavar="DIR", help="continue from a checkpoint")
-    add("--universal", action="store_true", help="--resume is one that ds_to_universal wrote, for any number of processes")
-    add("--verify", action="store_true", help="train also in one process (SGD, fp32) and compare; exit code 1 if apart")
+    add(
+        "--universal",
+        action="store_true",
+        help="--resume was written by ds_to_universal",
+    )
+    add(
+        "--verify",
+        action="store_true",
+        help="compare with one process (SGD, fp32, unclipped): exit code 1 if apart",
+    )
     add("--json", type=Path, metavar="FILE", help="write losses and what --verify measured")
     args = parser.parse_args()
     if args.verify and (args.resume or args.dtype == "bfloat16"):
         parser.error("--verify starts anew and in float32")
     args.steps = args.steps or (5 if args.verify else 50)
-    args.lr = args.lr or (0.2 if args.verify else 2e-3)
+    args.lr = args.lr or (0.02 if args.verify else 2e-3)
     return args
 
 
@@ -84,6 +94,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.verify:
         settings["optimizer"] = {"type": "SGD", "params": {"lr": "auto"}}
         settings["zero_allow_untested_optimizer"] = True
+        settings["gradient_clipping"] = 0.0  # it would hide a gradient of the wrong scale
     if args.universal:
         settings["checkpoint"] = {"load_universal": True}
     return settings
@@ -209,19 +220,18 @@ def train(args: argparse.Namespace, model: torch.nn.Module, settings: dict[str, 
         bar.close()
     if args.save:
         engine.save_checkpoint(str(args.save), client_state={"step": args.steps, "text": text.position})
-    bytes_of = {direction: 0 for direction in ("forward", "backward", "setup")}
+    bytes_of = dict.fromkeys(("forward", "backward", "setup"), 0)
     for (_, direction), count in meter.bytes.items():
         bytes_of[direction] += count
     trained_tokens = max(1, args.steps - first) * tokens
     return {
         "losses": losses,
         "ranks": handle.group.size,
-        "clipping": engine.gradient_clipping(),
         "bytes_per_token": {name: n * dist.get_world_size() / trained_tokens for name, n in bytes_of.items()},
     }
 
 
-def train_one(args: argparse.Namespace, model: torch.nn.Module, text: Text, clipping: float) -> list[float]:
+def train_one(args: argparse.Namespace, model: torch.nn.Module, text: Text) -> list[float]:
     """The same steps by plain transformers and torch, in this process alone; neither DeepSpeed nor this package."""
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     losses = []
@@ -231,11 +241,15 @@ def train_one(args: argparse.Namespace, model: torch.nn.Module, text: Text, clip
             loss = model(**batch, use_cache=False).loss / args.accumulation
             losses[-1] += loss.item()
             loss.backward()
-        if clipping:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def relative(distance: float, to: float) -> float:
+    if not math.isfinite(distance) or (distance and not to):
+        return math.inf
+    return distance / to if distance else 0.0
 
 
 def verify(args: argparse.Namespace, settings: dict[str, Any], text: Text, dtype: torch.dtype) -> dict[str, Any]:
@@ -248,35 +262,38 @@ def verify(args: argparse.Namespace, settings: dict[str, Any], text: Text, dtype
     if is_first:
         plain = build_model(args, dtype, text.device)
         start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
-        result["losses_of_one"] = train_one(args, plain, text, result["clipping"])
+        result["losses_of_one"] = train_one(args, plain, text)
         trained = dict(plain.named_parameters())
     to_norm, to_change = (0.0, ""), (0.0, "")
     for name, parameter in model.named_parameters():
         with GatheredParameters([parameter]), torch.no_grad():  # under ZeRO-3 every rank has a part
             if is_first:
                 wanted = trained[name]
-                distance = (parameter.to(wanted.device) - wanted).norm().item()
-                of_norm, of_change = wanted.norm().item(), (wanted - start[name]).norm().item()
-                to_norm = max(to_norm, (distance / of_norm if distance else 0.0, name))
-                to_change = max(to_change, ((distance / of_change if of_change else float("inf")) if distance else 0.0, name))
+                distance, norm = (parameter.to(wanted.device) - wanted).norm().item(), wanted.norm().item()
+                changed = (wanted - start[name]).norm().item()
+                to_norm = max(to_norm, (relative(distance, norm), name))
+                # What is stored is rounded, also where it hardly changed.
+                rounding = min(distance, torch.finfo(dtype).eps * norm)
+                to_change = max(to_change, (relative(distance - rounding, changed), name))
     verdict = [True]
     if is_first:
-        verdict = [report(args, result, model.config, dtype, to_norm, to_change)]
+        verdict = [report(result, model.config, dtype, to_norm, to_change)]
     dist.broadcast_object_list(verdict)
     return {**result, "equal": verdict[0]}
 
 
-def report(args: argparse.Namespace, result: dict[str, Any], config: Any, dtype: torch.dtype, to_norm, to_change) -> bool:
+def report(result: dict[str, Any], config: Any, dtype: torch.dtype, to_norm: Worst, to_change: Worst) -> bool:
     """Prints the comparison; whether nothing differs by more than the tolerance."""
     ours, one = result["losses"], result["losses_of_one"]
     world = dist.get_world_size()
     print(f"\n{'step':>6}{'one process':>16}{f'{world} processes':>16}{'difference':>14}")
     for step, (a, b) in enumerate(zip(one, ours, strict=True)):
         print(f"{step:>6}{a:>16.7f}{b:>16.7f}{abs(a - b):>14.1e}")
-    of_losses = max(abs(a - b) / abs(a) for a, b in zip(one, ours, strict=True))
+    of_losses = max(relative(abs(a - b), abs(a)) for a, b in zip(one, ours, strict=True))
     print(f"\nlargest relative difference of a loss: {of_losses:.1e}")
-    print(f"largest relative difference of a parameter, to its norm:   {to_norm[0]:.1e}  {to_norm[1]}")
-    print(f"largest relative difference of a parameter, to its change: {to_change[0]:.1e}  {to_change[1]}")
+    print(f"largest relative difference of a parameter, to its norm: {to_norm[0]:.1e} ({to_norm[1]})")
+    beyond = f"{to_change[0]:.1e} ({to_change[1]})" if to_change[0] else "none"
+    print(f"  to how much it changed, beyond the rounding of what is stored: {beyond}")
 
     ranks, layers, size = result["ranks"], config.num_hidden_layers, torch.finfo(dtype).bits // 8
     sent = sum(result["bytes_per_token"][name] for name in ("forward", "backward")) / layers
@@ -284,17 +301,21 @@ def report(args: argparse.Namespace, result: dict[str, Any], config: Any, dtype:
     three = 2 * size * heads * (2 * K + 2 * V) * (ranks - 1) / ranks  # forward and backward; Q, K, V and the output
     print(f"\nsent per token and layer, forward and backward: {sent:,.0f} bytes (measured)")
     if three:
-        print(f"materialised Q, K, V by three all-to-alls:      {three:,.0f} bytes ({1 - sent / three:.1%} of it saved)")
+        print(
+            f"materialised Q, K, V by three all-to-alls:      {three:,.0f} bytes ({1 - sent / three:.1%} of it saved)"
+        )
     worst = {"loss": of_losses, "parameter_to_norm": to_norm[0], "parameter_to_change": to_change[0]}
     result.update(largest_difference=worst, sent=sent, sent_by_three_all_to_alls=three)
-    equal = all(value <= TOLERANCE for value in worst.values())  # a NaN is not
-    print("\n" + (f"equal: nothing differs by more than {TOLERANCE}" if equal else f"DIFFERENT by more than {TOLERANCE}"))
+    equal = all(value <= TOLERANCE for value in worst.values())
+    print(
+        "\n" + (f"equal: nothing differs by more than {TOLERANCE}" if equal else f"DIFFERENT by more than {TOLERANCE}")
+    )
     return equal
 
 
 def main() -> int:
     args = parse_args()
-    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank or 0))
+    local_rank = int(os.environ.setdefault("LOCAL_RANK", str(args.local_rank or 0)))  # DeepSpeed wants it set
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:

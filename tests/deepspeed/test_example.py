@@ -1,0 +1,68 @@
+"""The example as a user starts it: through the deepspeed launcher."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_deepspeed.py"
+SMALL = ("--seq-len", "63", "--accumulation", "2")
+
+
+def launch(script, *options):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PATH": _without_compilers()}
+    return subprocess.run(
+        [*command, str(script), *map(str, options)], capture_output=True, text=True, timeout=150, env=environment
+    )
+
+
+def _without_compilers():
+    """Nothing may be compiled: the programs that would do it are out of reach."""
+    return os.pathsep.join(["/nowhere", str(Path(sys.executable).parent)])
+
+
+def test_verify_at_stage_2(tmp_path):
+    result = launch(EXAMPLE, *SMALL, "--verify", "--steps", 3, "--zero-stage", 2, "--json", tmp_path / "result.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = json.loads((tmp_path / "result.json").read_text())
+    assert said["equal"] and len(said["losses"]) == len(said["losses_of_one"]) == 3
+    assert said["losses"] == pytest.approx(said["losses_of_one"], rel=1e-5)
+    assert all(value <= 1e-4 for value in said["largest_difference"].values())
+    # 16 heads of K 48, P 64, V 32 over 2 ranks, and a shared key of 16: elements of 4 bytes, both ways;
+    # 63 tokens are padded to 64.
+    assert said["sent"] == pytest.approx((16 * (48 + 64 + 32) / 2 + 16) * 8 * 64 / 63)
+    assert said["sent_by_three_all_to_alls"] == 16 * (48 + 48 + 32 + 32) / 2 * 8
+    assert "one process" in result.stdout and "equal" in result.stdout
+
+
+def test_verify_fails_if_the_gradient_is_wrong(tmp_path):
+    text = EXAMPLE.read_text()
+    wrong = text.replace("engine.backward(loss)", "engine.backward(1.01 * loss)")
+    wrong = wrong.replace("Path(__file__).resolve().parents[1]", f"Path({str(ROOT)!r})")
+    assert wrong.count("1.01") == 1
+    (tmp_path / "wrong.py").write_text(wrong)
+    result = launch(tmp_path / "wrong.py", *SMALL, "--verify", "--steps", 2)
+    assert result.returncode == 1 and "DIFFERENT" in result.stdout, result.stdout + result.stderr
+
+
+def test_resumed_run_continues_exactly(tmp_path):
+    losses = {}
+    for name, options in {
+        "straight": ("--steps", 4),
+        "first": ("--steps", 2, "--save", tmp_path / "checkpoint"),
+        "resumed": ("--steps", 4, "--resume", tmp_path / "checkpoint"),
+    }.items():
+        result = launch(EXAMPLE, *SMALL, *options, "--json", tmp_path / f"{name}.json")
+        assert result.returncode == 0, result.stdout + result.stderr
+        losses[name] = json.loads((tmp_path / f"{name}.json").read_text())["losses"]
+    assert losses["straight"] == losses["first"] + losses["resumed"]
+    assert losses["straight"][-1] < losses["straight"][0]
