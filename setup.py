@@ -1,0 +1,30 @@
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "ds_mla_ulysses/version.py").read_text(), re.MULTILINE).group(1)
+README = ROOT / "README.md"
+
+setup(
+    name="ds-mla-ulysses",
+    version=VERSION,
+    description="DeepSpeed Ulysses sequence parallelism for Multi-head Latent Attention models",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["ds_mla_ulysses*"]),
+    python_requires=">=3.10,<3.14",
+    install_requires=[
+        "torch>=2.13",
+        "deepspeed>=0.19.8",
+        "transformers>=5.24",
+        "accelerate>=1.15",
+    ],
+    extras_require={
+        "flash": ["flash-attn"],
+        "trainer": ["peft", "trl"],
+        "test": ["pytest", "ruff"],
+    },
+)
