@@ -10,7 +10,9 @@ Letters: P ranks · T this rank's tokens · S = P*T · B batch · R width.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from . import traffic
 from .group import SequenceGroup
@@ -24,12 +26,23 @@ def start_all_gather(x: Tensor, size: int, group: str, direction: str) -> Tensor
     return _functional.all_gather_into_tensor(x, size, group)
 
 
-def start_all_to_all(
-    wire: Tensor, received: list[int], sent: list[int], rank: int, group: str, direction: str
-) -> Tensor:
-    """Starts the exchange of a flat buffer: `sent[p]` elements to rank p, `received[p]` from it."""
+def start_all_to_all(wire: Tensor, size: int, rank: int, group: str, direction: str) -> Tensor:
+    """Starts the exchange of a flat buffer of `size` equal parts, part p for rank p."""
+    part = wire.numel() // size
+    _record_all_to_all(wire, [part] * size, rank, direction)
+    return _functional.all_to_all_single(wire, [part] * size, [part] * size, group)
+
+
+def all_to_all(
+    out: Tensor, wire: Tensor, received: list[int], sent: list[int], rank: int, group: str, direction: str
+) -> None:
+    """Exchanges flat buffers: `sent[p]` elements of wire to rank p, `received[p]` from it into out."""
+    _record_all_to_all(wire, sent, rank, direction)
+    dist.all_to_all_single(out, wire, received, sent, group=_resolve_process_group(group))
+
+
+def _record_all_to_all(wire: Tensor, sent: list[int], rank: int, direction: str) -> None:
     traffic.record("all_to_all", direction, (sum(sent) - sent[rank]) * wire.element_size())
-    return _functional.all_to_all_single(wire, received, sent, group)
 
 
 def wait(pending: Tensor) -> Tensor:

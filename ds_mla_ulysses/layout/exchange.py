@@ -10,7 +10,8 @@ into the wire buffer, and what arrives is read where it lies. On the wire one to
 | tokens_to_heads | blocks x_TBHD    | own tokens, p's heads            | one buffer x_SBW          |
 | heads_to_tokens | pieces x_SBMD    | p's tokens, own heads            | blocks x_TBHD             |
 
-Each is the other's adjoint.
+Each is the other's adjoint. What a rank keeps for itself does not go through the wire buffer but
+straight to where it is needed, wherever the buffers allow it.
 
 Letters: P ranks · T this rank's tokens · S = P*T · B batch · H all heads · M own heads · D width ·
 W = sum of M*D over blocks.
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm.collectives import accumulation_dtype, start_all_to_all, wait
+from ..comm.collectives import accumulation_dtype, all_to_all, start_all_to_all, wait
 from ..comm.group import SequenceGroup
 from .heads import HeadPartition
 
@@ -91,18 +92,28 @@ def _tokens_to_heads(blocks: Sequence[Tensor], size: int, rank: int, group: str,
     T, B = blocks[0].shape[:2]
     partitions = [HeadPartition(x.shape[2], size) for x in blocks]
     widths = [sum(h.count(p) * x.shape[3] for h, x in zip(partitions, blocks, strict=True)) for p in range(size)]
-    sent = [T * B * w for w in widths]
+    sent, received = [T * B * w for w in widths], [T * B * widths[rank]] * size
+    out = blocks[0].new_empty(size, T, B, widths[rank])
+    arriving = _others(out, rank)
+    if arriving is not None:
+        sent[rank] = received[rank] = 0
     wire = blocks[0].new_empty(sum(sent))
     for p, part in enumerate(wire.split(sent)):
-        part, offset = part.view(T, B, widths[p]), 0
+        part, offset = out[p] if arriving is not None and p == rank else part.view(T, B, widths[p]), 0
         for x, h in zip(blocks, partitions, strict=True):
             n = h.count(p)
             to = part[..., offset : offset + n * x.shape[3]].unflatten(-1, (n, x.shape[3]))
             to.copy_(x[:, :, h.start(p) : h.start(p) + n])
             offset += n * x.shape[3]
     if size > 1:
-        wire = wait(start_all_to_all(wire, [sent[rank]] * size, sent, rank, group, direction))
-    return wire.view(T * size, B, widths[rank])
+        arriving = out if arriving is None else arriving
+        all_to_all(arriving.view(-1), wire, received, sent, rank, group, direction)
+    return out.view(T * size, B, widths[rank])
+
+
+def _others(x_PTBW: Tensor, rank: int) -> Tensor | None:
+    """The parts of all other ranks where they are contiguous: seen from the first and the last rank."""
+    return x_PTBW[1:] if rank == 0 else x_PTBW[:-1] if rank == len(x_PTBW) - 1 else None
 
 
 @_tokens_to_heads.register_fake
@@ -129,31 +140,51 @@ def _heads_to_tokens(
     block_widths = _block_widths(pieces, pieces_per_block)
     widths = [sum(h.count(p) * d for h, d in zip(partitions, block_widths, strict=True)) for p in range(size)]
 
-    if len(pieces) == 1 and pieces[0].is_contiguous():
-        wire = pieces[0].view(-1)
+    part = T * B * widths[rank]
+    sent, received = [part] * size, [T * B * w for w in widths]
+    blocks = _grouped([x.unflatten(0, (size, T)) for x in pieces], pieces_per_block)  # [P, T, B, M, D] each
+    whole = pieces[0].view(size, T, B, widths[rank]) if len(pieces) == 1 and pieces[0].is_contiguous() else None
+    wire = None if whole is None else _others(whole, rank)
+    own_travels = whole is not None and wire is None
+    if own_travels:
+        wire = whole
     else:
-        wire = pieces[0].new_empty(S * B * widths[rank])
-        token, remaining, offset = wire.view(S, B, widths[rank]), iter(pieces), 0
-        for n, h, d in zip(pieces_per_block, partitions, block_widths, strict=True):
-            block = token[..., offset : offset + h.count(rank) * d].unflatten(-1, (h.count(rank), d))
-            at = 0
-            for piece in (next(remaining) for _ in range(n)):
-                block[..., at : at + piece.shape[3]].copy_(piece)
-                at += piece.shape[3]
-            offset += h.count(rank) * d
+        sent[rank] = received[rank] = 0
+    if wire is None:
+        wire = pieces[0].new_empty(size - 1, T, B, widths[rank])
+        for of_wire, of_pieces in ((slice(rank), slice(rank)), (slice(rank, None), slice(rank + 1, None))):
+            offset = 0
+            for block, h, d in zip(blocks, partitions, block_widths, strict=True):
+                to = wire[of_wire, ..., offset : offset + h.count(rank) * d].unflatten(-1, (h.count(rank), d))
+                _join([x[of_pieces] for x in block], to)
+                offset += h.count(rank) * d
 
-    received = [T * B * w for w in widths]
+    arrived = pieces[0].new_empty(sum(received))
     if size > 1:
-        wire = wait(start_all_to_all(wire, received, [T * B * widths[rank]] * size, rank, group, direction))
+        all_to_all(arrived, wire.view(-1), received, sent, rank, group, direction)
     out = _empty_blocks(pieces[0], T, B, heads, block_widths, batch_first)
-    for p, part in enumerate(wire.split(received)):
-        part, offset = part.view(T, B, widths[p]), 0
-        for x, h, d in zip(out, partitions, block_widths, strict=True):
-            x_TBHD, n = x.transpose(0, 1) if batch_first else x, h.count(p)
-            source = part[..., offset : offset + n * d].unflatten(-1, (n, d))
-            x_TBHD[:, :, h.start(p) : h.start(p) + n].copy_(source)
+    for p, part in enumerate(arrived.split(received)):
+        offset = 0
+        for i, (h, d) in enumerate(zip(partitions, block_widths, strict=True)):
+            n = h.count(p)
+            to = (out[i].transpose(0, 1) if batch_first else out[i])[:, :, h.start(p) : h.start(p) + n]
+            if p == rank and not own_travels:
+                _join([x[rank] for x in blocks[i]], to)
+            else:
+                to.copy_(part.view(T, B, widths[p])[..., offset : offset + n * d].unflatten(-1, (n, d)))
             offset += n * d
     return out
+
+
+def _grouped(pieces: Sequence[Tensor], pieces_per_block: Sequence[int]) -> list[list[Tensor]]:
+    remaining = iter(pieces)
+    return [[next(remaining) for _ in range(n)] for n in pieces_per_block]
+
+
+def _join(pieces: Sequence[Tensor], to: Tensor) -> None:
+    """Writes pieces side by side along the last dimension."""
+    for part, piece in zip(to.split([x.shape[-1] for x in pieces], dim=-1), pieces, strict=True):
+        part.copy_(piece)
 
 
 @_heads_to_tokens.register_fake
@@ -163,8 +194,7 @@ def _(pieces, pieces_per_block, heads, size, rank, group, direction, batch_first
 
 
 def _block_widths(pieces: Sequence[Tensor], pieces_per_block: Sequence[int]) -> list[int]:
-    remaining = iter(pieces)
-    return [sum(next(remaining).shape[3] for _ in range(n)) for n in pieces_per_block]
+    return [sum(x.shape[-1] for x in block) for block in _grouped(pieces, pieces_per_block)]
 
 
 def _empty_blocks(like: Tensor, T: int, B: int, heads: Sequence[int], widths: Sequence[int], batch_first: bool):
@@ -207,8 +237,7 @@ def return_shared_key_grad(grad_SBMR: Tensor, size: int, rank: int, group: str) 
     grad_SBR = grad_SBMR.sum(2, dtype=accumulation_dtype(dtype)).to(dtype).contiguous()
     if size == 1:
         return grad_SBR
-    sent = [grad_SBR.numel() // size] * size
-    return start_all_to_all(grad_SBR.view(-1), sent, sent, rank, group, "backward").view(grad_SBR.shape)
+    return start_all_to_all(grad_SBR.view(-1), size, rank, group, "backward").view(grad_SBR.shape)
 
 
 @return_shared_key_grad.register_fake
