@@ -178,13 +178,16 @@ class _PackedExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq_SBMK, dk_SBMK, dv_SBMV):
         N, group = ctx.nope_dim, ctx.group
-        dshared_SBR = return_shared_key_grad(dk_SBMK[..., N:], group.size, group.rank, group.name)
-        dq_TBHK, dkv_TBHP = heads_to_tokens(
-            [dq_SBMK, dk_SBMK[..., :N], dv_SBMV],
-            [ctx.heads, ctx.heads],
-            group,
-            "backward",
-            ctx.batch_first,
-            pieces_per_block=[1, 2],
-        )
+        dq_TBHK = dkv_TBHP = dshared_SBR = None
+        if ctx.needs_input_grad[2]:  # a started exchange that nobody waits for would be kept for ever
+            dshared_SBR = return_shared_key_grad(dk_SBMK[..., N:], group.size, group.rank, group.name)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            dq_TBHK, dkv_TBHP = heads_to_tokens(
+                [dq_SBMK, dk_SBMK[..., :N], dv_SBMV],
+                [ctx.heads, ctx.heads],
+                group,
+                "backward",
+                ctx.batch_first,
+                pieces_per_block=[1, 2],
+            )
         return dq_TBHK, dkv_TBHP, dshared_SBR, None, None, None

@@ -119,11 +119,15 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     if documents is None:  # a forward of the plain model: paused, or a layer called by itself
         return layer.kernel.plain(query, *layer.expand_kv(key, value), attention_mask, **kwargs)
     layer.kernel.check(**kwargs)
+    query_BTHK, k_shared_BTR = query.transpose(1, 2), value.squeeze(1)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # rope in fp32 has widened both; kernels take them narrow
+        query_BTHK, k_shared_BTR = (x.to(torch.get_autocast_dtype(device)) for x in (query_BTHK, k_shared_BTR))
     # First the gather, then the projection under which it travels.
-    pending = layer.attention.gather_shared_key(value.squeeze(1))
+    pending = layer.attention.gather_shared_key(k_shared_BTR)
     kv_BTHP = module.kv_b_proj(key).unflatten(-1, (query.shape[1], -1)).squeeze(1)
     out_BTHV = layer.attention(
-        query.transpose(1, 2), kv_BTHP, pending, 0, None, documents=documents, scaling=kwargs.get("scaling")
+        query_BTHK, kv_BTHP, pending, 0, None, documents=documents, scaling=kwargs.get("scaling")
     )
     return out_BTHV, None
 
@@ -196,8 +200,7 @@ class _Patch:
         """Refuses inputs of the whole model that would be wrong on a part of the sequence."""
         if self.paused:
             return None
-        given = self.model_signature.bind_partial(*args, **kwargs).arguments
-        given.update(given.pop("kwargs", {}))
+        given = _by_name(self.model_signature, args, kwargs)
         if given.get("labels") is not None:
             raise ValueError(
                 "labels cannot be given to a parallelized model, which would shift them within this rank's part: use "
@@ -229,8 +232,7 @@ class _Patch:
                 "the attention implementation of a parallelized model was changed: call handle.restore() first, then "
                 "set_attn_implementation, then parallelize."
             )
-        bound = self.signature.bind_partial(*args, **kwargs).arguments
-        bound.update(bound.pop("kwargs", {}))
+        bound = _by_name(self.signature, args, kwargs)
         for name in ("cache", "past_key_values"):
             if bound.get(name) is not None:
                 raise ValueError(
@@ -255,17 +257,26 @@ class _Patch:
     def _before_rotary(self, rotary: nn.Module, args: tuple, kwargs: dict):
         if self.paused or self.group.size == 1:
             return None
-        arguments = inspect.signature(rotary.forward).bind_partial(*args, **kwargs).arguments
+        arguments = _by_name(inspect.signature(rotary.forward), args, kwargs)
         positions = arguments["position_ids"]
         longest = positions.max().reshape(1).clone()
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group.process_group)
         arguments["position_ids"] = torch.cat([positions, longest.expand(*positions.shape[:-1], 1)], dim=-1)
-        return (), dict(arguments)
+        return (), arguments
 
     def _after_rotary(self, rotary: nn.Module, args: tuple, kwargs: dict, out: Any):
         if self.paused or self.group.size == 1:
             return None
         return tuple(x[:, :-1] for x in out) if isinstance(out, tuple) else out[:, :-1]
+
+
+def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by keyword."""
+    bound = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return bound
 
 
 def _depends_on_longest(module: nn.Module) -> bool:
