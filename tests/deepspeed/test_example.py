@@ -50,7 +50,8 @@ def test_verify_fails_if_the_gradient_is_wrong(tmp_path):
     wrong = wrong.replace("Path(__file__).resolve().parents[1]", f"Path({str(ROOT)!r})")
     assert wrong.count("1.01") == 1
     (tmp_path / "wrong.py").write_text(wrong)
-    result = launch(tmp_path / "wrong.py", *SMALL, "--verify", "--steps", 2)
+    command = [sys.executable, str(tmp_path / "wrong.py"), *SMALL, "--verify", "--steps", "2"]  # one process will do
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 1 and "DIFFERENT" in result.stdout, result.stdout + result.stderr
 
 
