@@ -142,10 +142,7 @@ def train_save_pretrained(folder, stage, restore):
 
     model, handle, engine = _start(stage, 2)
     _step(handle, engine, 0)
-    if stage == 3:
-        state = engine._zero3_consolidated_16bit_state_dict()
-    else:
-        state = model.state_dict()
+    state = engine._zero3_consolidated_16bit_state_dict() if stage == 3 else model.state_dict()
     if restore:
         handle.restore()
     if dist.get_rank() == 0:
