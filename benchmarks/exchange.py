@@ -61,9 +61,7 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     H, N, R, V = PRESETS[args.preset]
     T, dtype = args.tokens // args.ranks, DTYPES[args.dtype]
-    q, kv, shared = (
-        torch.randn(1, T, *tail).to(dtype).requires_grad_() for tail in ((H, N + R), (H, N + V), (R,))
-    )
+    q, kv, shared = (torch.randn(1, T, *tail).to(dtype).requires_grad_() for tail in ((H, N + R), (H, N + V), (R,)))
     grad = torch.randn(1, T, H, V).to(dtype)
     stock = DistributedAttention(Core.apply, dist.group.WORLD, scatter_idx=2, gather_idx=1)
     packed = dmu.UlyssesMLAAttention(Core.apply, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V)
@@ -86,7 +84,10 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
     with dmu.TrafficMeter() as meter:
         sides["packed"]().backward(grad)
     others = (args.ranks - 1) / args.ranks
-    sent = {"three all-to-alls": 2 * T * H * (2 * (N + R) + 2 * V) * others * dtype.itemsize, "packed": meter.total_bytes}
+    sent = {
+        "three all-to-alls": 2 * T * H * (2 * (N + R) + 2 * V) * others * dtype.itemsize,
+        "packed": meter.total_bytes,
+    }
     if rank == 0:
         base = times["three all-to-alls"]
         rows = [
@@ -99,7 +100,9 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
             for name, ms in times.items()
         ]
         if args.json:
-            print(json.dumps({"rows": rows, "torch": torch.__version__, "deepspeed": deepspeed.__version__} | vars(args)))
+            print(
+                json.dumps({"rows": rows, "torch": torch.__version__, "deepspeed": deepspeed.__version__} | vars(args))
+            )
         else:
             for row in rows:
                 print("{side:18} {MB:8.2f} MB sent {ms:9.2f} ms  {ratio:6.3f}x".format(**row))

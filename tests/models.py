@@ -202,9 +202,11 @@ def per_document_step(model: nn.Module, batch: dict[str, Tensor], documents: Seq
                 use_cache=False,
             ).logits
             wide = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
-            loss = loss + torch.nn.functional.cross_entropy(
-                wide, shifted[row, part], ignore_index=-100, reduction="sum"
-            ) / items
+            loss = (
+                loss
+                + torch.nn.functional.cross_entropy(wide, shifted[row, part], ignore_index=-100, reduction="sum")
+                / items
+            )
             parts.append(logits.detach())
             start += n
         rows.append(torch.cat(parts, dim=1))

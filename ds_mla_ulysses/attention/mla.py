@@ -82,9 +82,7 @@ class UlyssesMLAAttention(DistributedAttention):
         under work that `forward` waits for, such as the projection that makes kv.
         """
         k_TBR = k_shared.transpose(0, 1) if batch_dim_idx == 0 else k_shared
-        return PendingKey(
-            GatherStart.apply(k_TBR, self.group.size, self.group.name) if self.group.size > 1 else k_TBR
-        )
+        return PendingKey(GatherStart.apply(k_TBR, self.group.size, self.group.name) if self.group.size > 1 else k_TBR)
 
     def forward(
         self,

@@ -84,7 +84,9 @@ def find_mla(model: nn.Module) -> MLAModel:
             f"{name} has no Multi-head Latent Attention layer: parallelize supports {', '.join(TESTED)}."
         )
     owners = [
-        m for m in model.modules() if isinstance(m, PreTrainedModel) and {id(x) for x in m.modules()} >= set(map(id, layers))
+        m
+        for m in model.modules()
+        if isinstance(m, PreTrainedModel) and {id(x) for x in m.modules()} >= set(map(id, layers))
     ]
     if not owners:
         raise UnsupportedModelError(

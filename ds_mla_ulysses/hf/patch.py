@@ -214,13 +214,17 @@ class _Patch:
                 )
         keep = given.get("logits_to_keep", 0)
         if isinstance(keep, Tensor) or keep != 0:
-            raise ValueError("logits_to_keep would keep tokens of every rank's part: leave it out and slice the result.")
+            raise ValueError(
+                "logits_to_keep would keep tokens of every rank's part: leave it out and slice the result."
+            )
         return None
 
     def _before_text_model(self, text_model: nn.Module, args: tuple, kwargs: dict):
         """Gathers positions and padding once and sends the documents along with this forward."""
         if self.paused:
-            if torch.is_grad_enabled() and any(getattr(m, "gradient_checkpointing", False) for m in text_model.modules()):
+            if torch.is_grad_enabled() and any(
+                getattr(m, "gradient_checkpointing", False) for m in text_model.modules()
+            ):
                 if text_model.training:
                     raise RuntimeError(
                         "handle.paused() with gradients and gradient checkpointing: the recomputation can run after the "
@@ -296,9 +300,7 @@ def _init_distributed() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _groups(
-    sp_size: int | None, group: SequenceGroup | dist.ProcessGroup | None
-) -> tuple[SequenceGroup, int, int]:
+def _groups(sp_size: int | None, group: SequenceGroup | dist.ProcessGroup | None) -> tuple[SequenceGroup, int, int]:
     world = SequenceGroup.of(dist.group.WORLD)
     if group is None:
         own = split_world(world.size if sp_size is None else sp_size)

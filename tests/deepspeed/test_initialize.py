@@ -277,7 +277,9 @@ def bad_config(change):
     if change == "unused":
         auto = {"lr": 0.1}
     if change in ("prescale_gradients", "gradient_predivide_factor", "sequence_parallel_size"):
-        config[change] = {"prescale_gradients": True, "gradient_predivide_factor": 2.0, "sequence_parallel_size": 4}[change]
+        config[change] = {"prescale_gradients": True, "gradient_predivide_factor": 2.0, "sequence_parallel_size": 4}[
+            change
+        ]
     if change == "twice":
         dmu.initialize(model=model, config=config, handle=handle)
     deepspeed.zero  # noqa: B018
@@ -294,7 +296,11 @@ def bad_config(change):
         ("unused", ValueError, "lr: no key of that name"),
         ("prescale_gradients", ValueError, "prescale_gradients changes the gradient scale"),
         ("gradient_predivide_factor", ValueError, "gradient_predivide_factor changes"),
-        ("sequence_parallel_size", ValueError, "sequence_parallel_size is 4 in the DeepSpeed config, but the handle has 2"),
+        (
+            "sequence_parallel_size",
+            ValueError,
+            "sequence_parallel_size is 4 in the DeepSpeed config, but the handle has 2",
+        ),
         ("twice", RuntimeError, "already has an engine"),
     ],
 )

@@ -19,7 +19,9 @@ def flash_stand_in(version):
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         return torch.einsum("mqs,smv->qmv", scores.masked_fill(~allowed, float("-inf")).softmax(-1), v)
 
-    def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False):
+    def flash_attn_func(
+        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False
+    ):
         assert causal and not dropout_p and q.shape[-1] == v.shape[-1]
         calls.append("plain")
         return torch.stack([attend(*row, softmax_scale) for row in zip(q, k, v, strict=True)])
@@ -56,7 +58,9 @@ def with_flash(version, kind):
 
     calls = flash_stand_in(version)
     batch = dict(
-        plain=lambda: random_batch(2, 33), packed=lambda: packed_batch(DOCUMENTS), left=lambda: padded_batch([33, 21], 33)
+        plain=lambda: random_batch(2, 33),
+        packed=lambda: packed_batch(DOCUMENTS),
+        left=lambda: padded_batch([33, 21], 33),
     )[kind]()
     want = reference_step(tiny_model("deepseek_v3"), batch)
     model = tiny_model("deepseek_v3")
@@ -136,11 +140,11 @@ def materialised_step(model, shard, group):
 
 def bitwise(family, B):
     import torch.distributed as dist
+    from models import gradient_errors
 
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.comm.group import SequenceGroup
     from ds_mla_ulysses.layout.loss import sequence_loss
-    from models import gradient_errors
 
     # 0.3 saturates bf16 softmax; the real models' 0.02 keeps gradients comparable
     settings = dict(dtype=torch.bfloat16, initializer_range=0.1)
@@ -167,4 +171,6 @@ def test_bf16_is_bitwise_three_all_to_alls(family, B):
 
 
 def test_eager_in_bf16_stays_finite():
-    run_ranks(2, compare, "youtu", "left", "eager", S=34, loss=0.05, gradient=1.0, reference="eager", dtype=torch.bfloat16)
+    run_ranks(
+        2, compare, "youtu", "left", "eager", S=34, loss=0.05, gradient=1.0, reference="eager", dtype=torch.bfloat16
+    )

@@ -1,6 +1,7 @@
 """Patching touches one model and is undone exactly; the plain model is at hand when paused."""
 
 import copy
+import itertools
 import json
 import shutil
 
@@ -270,7 +271,7 @@ def compiled(backend, layouts=10, rtol=1e-12):
     graphs = []
     for i in range(layouts):
         cuts = sorted({0, 40, *(1 + (7 * i + 5 * j) % 39 for j in range(i))})
-        layout = [[b - a for a, b in zip(cuts, cuts[1:], strict=False)]]
+        layout = [[b - a for a, b in itertools.pairwise(cuts)]]
         batch = packed_batch(layout, seed=i)
         want = sharded_step(eager, batch, eager_handle)
         with dmu.TrafficMeter() as meter:

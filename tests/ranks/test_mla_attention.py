@@ -110,9 +110,7 @@ def start_returns_at_once():
 
     import ds_mla_ulysses as dmu
 
-    attention = dmu.UlyssesMLAAttention(
-        lambda q, k, v: v, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V
-    )
+    attention = dmu.UlyssesMLAAttention(lambda q, k, v: v, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V)
     q, kv, k_shared, _ = whole_tensors(1, 4, 4, torch.float32)
     attention(q, kv, k_shared)  # connections are made on first use
     dist.barrier()
@@ -135,9 +133,7 @@ def bad_call(change):
 
     import ds_mla_ulysses as dmu
 
-    attention = dmu.UlyssesMLAAttention(
-        lambda q, k, v: v, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V
-    )
+    attention = dmu.UlyssesMLAAttention(lambda q, k, v: v, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V)
     q, kv, k_shared, _ = whole_tensors(2, 4, 6 if change == "heads" else 4, torch.float32)
     if change == "kv":
         kv = kv[..., :-1]

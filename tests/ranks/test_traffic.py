@@ -59,7 +59,9 @@ def silent_alone():
 
     attention = dmu.UlyssesMLAAttention(lambda q, k, v: v, None, nope_dim=4, rope_dim=2, value_dim=3)
     with dmu.TrafficMeter() as meter:
-        attention(*(torch.randn(s, requires_grad=True) for s in [(1, 5, 2, 6), (1, 5, 2, 7), (1, 5, 2)])).sum().backward()
+        attention(
+            *(torch.randn(s, requires_grad=True) for s in [(1, 5, 2, 6), (1, 5, 2, 7), (1, 5, 2)])
+        ).sum().backward()
     return meter.total_bytes, sum(meter.calls.values())
 
 

@@ -24,7 +24,12 @@ def small(config_class, **settings):
 def test_no_mla_layer():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    refused(LlamaForCausalLM(small(LlamaConfig)), "LlamaForCausalLM (llama)", "no Multi-head Latent Attention", "deepseek_v3")
+    refused(
+        LlamaForCausalLM(small(LlamaConfig)),
+        "LlamaForCausalLM (llama)",
+        "no Multi-head Latent Attention",
+        "deepseek_v3",
+    )
 
 
 def test_sparse_indexer():
