@@ -7,7 +7,9 @@ group over a file store, so no port is fixed.
     results = run_ranks(2, fn, *args)                            # fn(*args) on every rank, in rank order
     raises_on_ranks(2, ValueError, "shapes", fn, *args)          # every rank raises, none hangs
 
-`fn` is a module-level function of a test file; results are sent back by pickle (tensors as arrays).
+`fn` is a module-level function of a test file, sent by reference; arguments and results by pickle.
+A pool that raised, hung or died unexpectedly is killed and built anew on next use: its ranks may be
+at different collectives. Before each function torch is seeded, and DeepSpeed's mpu is forgotten.
 """
 
 from __future__ import annotations
@@ -17,49 +19,68 @@ import importlib
 import multiprocessing as mp
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
+PATHS = [
+    str(TESTS.parent),
+    str(TESTS),
+    *sorted(str(p) for p in TESTS.iterdir() if p.is_dir() and p.name[0] not in "._"),
+]
+#: Once a rank has failed, its peers may wait for it in a collective forever: how long they are given.
+GRACE_SECONDS = 10
 _pools: dict[int, _Pool] = {}
 
 
 class RankError(AssertionError):
-    """Some rank raised or did not answer."""
+    """Some rank raised, died or did not answer; the message has every rank's part."""
 
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240, **kwargs: Any) -> list[Any]:
-    """What fn(*args, **kwargs) returns on each of `size` ranks."""
+    """What fn(*args, **kwargs) returns on each of `size` ranks.
+
+    Raises:
+        RankError: with each rank's traceback, result or silence.
+    """
     pool = _pool(size)
     answers = pool.call(fn, args, kwargs, timeout)
-    failed = {rank: answer for rank, answer in enumerate(answers) if not (answer and answer[0] == "ok")}
-    if failed:
+    if not all(answer and answer[0] == "ok" for answer in answers):
         pool.kill()
-        raise RankError(
-            "\n".join(
-                f"--- rank {rank} of {size}: " + (answer[2] if answer else f"no answer after {timeout} s")
-                for rank, answer in failed.items()
-            )
-        )
+        raise RankError(_report(size, fn, answers, pool.waited))
     return [answer[1] for answer in answers]
 
 
 def raises_on_ranks(
-    size: int, error: type[BaseException], match: str, fn: Callable[..., Any], *args: Any, timeout: float = 120
+    size: int,
+    error: type[BaseException],
+    match: str,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    **kwargs: Any,
 ) -> None:
-    """Asserts that every rank raises `error` with a message that contains the pattern."""
+    """Asserts that every rank raises `error` with a message in which the pattern is found.
+
+    Raises:
+        RankError: some rank returned, hung, or raised something else.
+    """
     pool = _pool(size)
-    answers = pool.call(fn, args, {}, timeout)
-    for rank, answer in enumerate(answers):
-        names = answer[1] if answer and answer[0] == "raised" else []
-        if error.__name__ not in names or not re.search(match, answer[2]):
+    answers = pool.call(fn, args, kwargs, timeout)
+    wanted = _name(error)
+    for answer in answers:
+        if not (answer and answer[0] == "raised" and wanted in answer[1] and re.search(match, answer[3])):
             pool.kill()
-            raise RankError(f"rank {rank} of {size} did not raise {error.__name__}({match!r}): {answer}")
+            expected = f"every rank has to raise {wanted} matching {match!r}\n"
+            raise RankError(expected + _report(size, fn, answers, pool.waited))
 
 
 def _pool(size: int) -> _Pool:
@@ -68,55 +89,94 @@ def _pool(size: int) -> _Pool:
     return _pools[size]
 
 
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _report(size: int, fn: Callable[..., Any], answers: list[Any], waited: float) -> str:
+    silent = [rank for rank, answer in enumerate(answers) if answer is None]
+    lines = [f"{fn.__qualname__} on {size} ranks"]
+    if silent:
+        lines[0] += f"; no answer after {waited:.0f} s from ranks {silent}"
+    for rank, answer in enumerate(answers):
+        if answer is None:
+            text = "no answer"
+        elif answer[0] == "ok":
+            value = repr(answer[1])
+            text = "returned " + (value if len(value) <= 200 else value[:200] + "...")
+        else:
+            text = answer[2].rstrip()
+        lines.append(f"--- rank {rank} of {size}: {text}")
+    return "\n".join(lines)
+
+
 class _Pool:
+    """Workers of one world size.
+
+    `call` answers per rank: ("ok", value), ("raised", names of the exception's classes, traceback,
+    message), or None where nothing came back in time.
+    """
+
     def __init__(self, size: int) -> None:
         self.alive = True
-        context = mp.get_context("spawn")
-        store = tempfile.mktemp(prefix="rank-pool-")
+        self.waited = 0.0
+        self.folder = tempfile.mkdtemp(prefix="rank-pool-")
         self.workers, self.pipes = [], []
+        atexit.register(self.kill)
+        context = mp.get_context("spawn")  # a fork would inherit torch's threads
         for rank in range(size):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(rank, size, store, theirs))
+            worker = context.Process(target=_work, args=(rank, size, f"{self.folder}/store", theirs), daemon=True)
             worker.start()
             theirs.close()
             self.workers.append(worker)
             self.pipes.append(ours)
-        atexit.register(self.kill)
 
     def call(self, fn: Callable[..., Any], args: tuple, kwargs: dict, timeout: float) -> list[Any]:
-        for pipe in self.pipes:
-            pipe.send((fn.__module__, fn.__qualname__, args, kwargs))
-        deadline, answers = time.monotonic() + timeout, [None] * len(self.pipes)
-        failed_at = None
-        for rank in range(len(self.pipes)):
-            while answers[rank] is None:
-                # Once a rank has failed its peers may wait for it in a collective: give them a moment only.
-                failed_at = failed_at or (time.monotonic() if self._take(answers) else None)
-                limit = deadline if failed_at is None else min(deadline, failed_at + 10)
-                if time.monotonic() > limit or not any(w.is_alive() for w in self.workers):
-                    self._take(answers)
-                    return answers
+        # Pickled before anything is sent: arguments that cannot be must not reach only some of the ranks.
+        work = ForkingPickler.dumps((fn.__module__, fn.__qualname__, args, kwargs))
+        start = time.monotonic()
+        deadline = start + timeout
+        answers: list[Any] = [None] * len(self.pipes)
+        pending = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        for pipe, rank in list(pending.items()):
+            try:
+                pipe.send_bytes(work)
+            except OSError:
+                answers[rank] = self._died(pending.pop(pipe))
+        while pending and time.monotonic() < deadline:
+            for pipe in connection.wait(list(pending), max(0.0, deadline - time.monotonic())):
+                rank = pending.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    answers[rank] = self._died(rank)
+                if answers[rank][0] != "ok":
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        self.waited = time.monotonic() - start
         return answers
 
-    def _take(self, answers: list[Any]) -> bool:
-        """Collects what has arrived; whether something has failed."""
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                if answers[rank] is None and pipe.poll(0.005):
-                    answers[rank] = pipe.recv()
-            except (EOFError, OSError):
-                answers[rank] = ("raised", [], "the process ended")
-        return any(answer and answer[0] != "ok" for answer in answers)
+    def _died(self, rank: int) -> tuple:
+        self.workers[rank].join(5)
+        text = f"the process ended with exit code {self.workers[rank].exitcode}"
+        return ("raised", [], text, text)
 
     def kill(self) -> None:
+        if not self.alive:
+            return
         self.alive = False
+        atexit.unregister(self.kill)
+        for pipe in self.pipes:
+            pipe.close()
         for worker in self.workers:
             worker.kill()
         for worker in self.workers:
             worker.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _work(rank: int, size: int, store: str, pipe: Any) -> None:
+def _work(rank: int, size: int, store: str, pipe: connection.Connection) -> None:
+    # All of it before torch and deepspeed are imported, which read it then.
     os.environ.update(
         DS_ACCELERATOR="cpu",
         RANK=str(rank),
@@ -127,8 +187,9 @@ def _work(rank: int, size: int, store: str, pipe: Any) -> None:
         MASTER_PORT="0",
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
     )
-    sys.path[:0] = [str(p) for p in (TESTS.parent, TESTS, *(TESTS / n for n in ("unit", "ranks", "hf", "deepspeed")))]
+    sys.path[:0] = [path for path in PATHS if path not in sys.path]
     import logging
     import warnings
 
@@ -141,19 +202,24 @@ def _work(rank: int, size: int, store: str, pipe: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while True:
         try:
-            module, name, args, kwargs = pipe.recv()
-        except EOFError:
-            os._exit(0)
+            work = pipe.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)  # destructors of process groups would wait for peers that are gone
         torch.manual_seed(0)
+        if "deepspeed" in sys.modules:
+            sys.modules["deepspeed"].utils.groups.mpu = None
         try:
-            fn = importlib.import_module(module)
+            module, name, args, kwargs = ForkingPickler.loads(work)
+            fn: Any = importlib.import_module(module)
             for part in name.split("."):
                 fn = getattr(fn, part)
             answer = ("ok", fn(*args, **kwargs))
         except BaseException as error:  # whatever it is, pytest shall see it
-            names = [cls.__name__ for cls in type(error).__mro__]
-            answer = ("raised", names, f"{error}\n{traceback.format_exc()}")
+            answer = ("raised", [_name(cls) for cls in type(error).__mro__], traceback.format_exc(), str(error))
         try:
             pipe.send(answer)
-        except Exception:
-            pipe.send(("raised", [], f"the result cannot be sent: {traceback.format_exc()}"))
+        except OSError:
+            os._exit(0)
+        except Exception as error:
+            text = f"the result cannot be sent: {traceback.format_exc()}"
+            pipe.send(("raised", [_name(type(error))], text, text))
