@@ -5,6 +5,7 @@ PYTEST_ARGS ?=
 
 PIP_FLAGS := -q --disable-pip-version-check
 SOURCES := $(wildcard ds_mla_ulysses tests examples benchmarks setup.py)
+FREE_PORT := import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])
 # The lowest releases that setup.py allows, as name==version.
 FLOORS = $$(sed -n 's/^ *"\(deepspeed\|transformers\|accelerate\)>=\([0-9.]*\).*/\1==\2/p' setup.py)
 
@@ -29,7 +30,7 @@ help:
 
 demo: .venv/stamp
 	@echo "Training on two processes (about 1 minute)"
-	@DS_ACCELERATOR=cpu PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/deepspeed --num_gpus 2 examples/train_deepspeed.py $(DEMO_ARGS)
+	@DS_ACCELERATOR=cpu PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/deepspeed --num_gpus 2 --master_port $$($(PYTHON) -c '$(FREE_PORT)') examples/train_deepspeed.py $(DEMO_ARGS)
 
 test: .venv/stamp
 	@echo "Running the test suite (about 5 minutes on 2 cores)"

@@ -4,7 +4,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "ds_mla_ulysses/version.py").read_text(), re.MULTILINE).group(1)
+VERSION_FILE = (ROOT / "ds_mla_ulysses/version.py").read_text()
+VERSION = re.search(r'^__version__ = "([^"]+)"', VERSION_FILE, re.MULTILINE).group(1)
 README = ROOT / "README.md"
 
 setup(
