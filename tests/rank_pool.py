@@ -126,7 +126,7 @@ class _Pool:
         context = mp.get_context("spawn")  # a fork would inherit torch's threads
         for rank in range(size):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(rank, size, f"{self.folder}/store", theirs), daemon=True)
+            worker = context.Process(target=_work, args=(rank, size, f"{self.folder}/store", theirs))
             worker.start()
             theirs.close()
             self.workers.append(worker)

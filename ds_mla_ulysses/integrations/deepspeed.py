@@ -159,6 +159,11 @@ class SequenceMpu:
     def get_model_parallel_rank(self) -> int:
         return 0
 
+    # Universal checkpoints ask by these names.
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
     for key, value in new.items():
