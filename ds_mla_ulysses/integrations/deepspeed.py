@@ -82,6 +82,8 @@ def initialize(
     if settings.get("zero_optimization", {}).get("stage", 0) == 3 and experts:
         set_z3_leaf_modules_by_name(model, experts)
 
+    if dist.get_world_size() == 1:
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants it, and no launcher has set it
     with _restored(groups, "mpu"), _without_cpu_extension():
         engine, *rest = deepspeed.initialize(
             args=args,
