@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -164,11 +165,12 @@ def tiny_model(
         auto = AutoModelForImageTextToText if family == "kimi_k25" else AutoModelForCausalLM
         model = auto.from_config(config, attn_implementation=attn_implementation)
     generator = torch.Generator().manual_seed(seed + 1)
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    vectors += [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    moved = [(parameter, 0.1) for parameter in model.parameters() if parameter.ndim == 1]
+    # scores of routers are closer together than norm weights
+    moved += [(buffer, 0.05) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for vector in vectors:
-            vector.add_(0.1 * torch.randn(vector.shape, generator=generator))
+        for vector, scale in moved:
+            vector.add_(scale * torch.randn(vector.shape, generator=generator))
     return model.to(dtype).train(train)
 
 
@@ -288,7 +290,7 @@ def document_lengths(batch: dict[str, Tensor]) -> list[list[int]]:
     lengths = []
     for row in batch["position_ids"].expand(B, S):
         starts = [0, *((row[1:] != row[:-1] + 1).nonzero().flatten() + 1).tolist(), S]
-        lengths.append([stop - start for start, stop in zip(starts, starts[1:], strict=False)])
+        lengths.append([stop - start for start, stop in itertools.pairwise(starts)])
     return lengths
 
 

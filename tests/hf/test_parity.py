@@ -71,10 +71,17 @@ def test_one_row_of_odd_length(family, size):
     run_ranks(size, compare, family, "plain", B=1)
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["plain", "packed", "left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batches(family, kind):
-    run_ranks(2, compare, family, kind)
+def test_batches(family, kind, size):
+    run_ranks(size, compare, family, kind)
+
+
+@pytest.mark.parametrize("value_width", [16, 24])
+def test_key_and_value_widths(value_width):
+    """V narrower than K = 24, and as wide."""
+    run_ranks(2, compare, "deepseek_v3", "packed", v_head_dim=value_width)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
