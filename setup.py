@@ -19,9 +19,12 @@ setup(
     python_requires=">=3.10,<3.14",
     install_requires=[
         "torch>=2.13",
-        "deepspeed>=0.19.8",
-        "transformers>=5.24",
-        "accelerate>=1.15",
+        # before 0.19 ZeRO-2 updates differ from one process by a percent, or fail with torch 2.13
+        "deepspeed>=0.19.0",
+        # before 5.21 set_attn_implementation on a parallelized model is not noticed
+        "transformers>=5.21.0",
+        # the lowest that these transformers accept
+        "accelerate>=1.1.0",
     ],
     extras_require={
         "flash": ["flash-attn"],
