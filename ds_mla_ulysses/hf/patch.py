@@ -43,7 +43,32 @@ from .kernel import LocalKernel
 ATTENTION_NAME = "ds_mla_ulysses"
 #: The keyword argument in which the documents of a forward travel to its attention calls.
 DOCUMENTS = "ulysses_documents"
+#: The keyword argument that tells the text model's hook what is wrong with the whole model's arguments.
+PROBLEM = "ulysses_problem"
 STRATEGIES = ("packed",)
+
+_NO_ATTENTIONS = "output_attentions is not supported under sequence parallelism."
+_REFUSED_OF_MODEL = {
+    ("labels",): (
+        "labels cannot be given to a parallelized model, which would shift them within this rank's part: use "
+        "shard_batch, and handle.loss(logits, shard['shift_labels'])."
+    ),
+    ("pixel_values", "pixel_values_videos"): (
+        "pixel_values are not supported under sequence parallelism: text only. Run the model with images inside "
+        "`with handle.paused():`."
+    ),
+    ("logits_to_keep",): ("logits_to_keep would keep tokens of every rank's part: leave it out and slice the result."),
+}
+_REFUSED_OF_TEXT_MODEL = {
+    ("cache", "past_key_values"): (
+        "cache and past_key_values are not supported under sequence parallelism: leave them out, or generate inside "
+        "`with handle.paused():`."
+    ),
+    ("cu_seq_lens_q", "cu_seq_lens_k"): (
+        "cu_seq_lens_q/k do not fit a part of a sequence: tell documents by position_ids instead."
+    ),
+    ("output_attentions",): _NO_ATTENTIONS,
+}
 
 
 def parallelize(
@@ -196,65 +221,54 @@ class _Patch:
         # The plain model needs the masks of its own implementation.
         self.config._attn_implementation_internal = self.implementation if paused else ATTENTION_NAME
 
-    def _before_model(self, model: nn.Module, args: tuple, kwargs: dict):
-        """Refuses inputs of the whole model that would be wrong on a part of the sequence."""
+    # What is wrong with the arguments of one rank has to be raised on all, or the others would wait for it:
+    # it goes along to the text model's hook, which exchanges it with the shapes.
+    def _before_model(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        """Finds inputs of the whole model that would be wrong on a part of the sequence."""
         if self.paused:
             return None
         given = _by_name(self.model_signature, args, kwargs)
-        if given.get("labels") is not None:
-            raise ValueError(
-                "labels cannot be given to a parallelized model, which would shift them within this rank's part: use "
-                "shard_batch, and handle.loss(logits, shard['shift_labels'])."
-            )
-        for name in ("pixel_values", "pixel_values_videos", "image_embeds"):
-            if given.get(name) is not None:
-                raise ValueError(
-                    f"{name} is not supported under sequence parallelism: text only. Run the model with images inside "
-                    "`with handle.paused():`."
-                )
-        keep = given.get("logits_to_keep", 0)
-        if isinstance(keep, Tensor) or keep != 0:
-            raise ValueError(
-                "logits_to_keep would keep tokens of every rank's part: leave it out and slice the result."
-            )
+        for names, problem in _REFUSED_OF_MODEL.items():
+            if any(_is_given(given.get(name)) for name in names):
+                given |= dict.fromkeys(set(names) & set(given))
+                return (), given | {PROBLEM: problem}
         return None
 
-    def _before_text_model(self, text_model: nn.Module, args: tuple, kwargs: dict):
+    def _before_text_model(self, text_model: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Gathers positions and padding once and sends the documents along with this forward."""
         if self.paused:
-            if torch.is_grad_enabled() and any(
-                getattr(m, "gradient_checkpointing", False) for m in text_model.modules()
-            ):
-                if text_model.training:
-                    raise RuntimeError(
-                        "handle.paused() with gradients and gradient checkpointing: the recomputation can run after the "
-                        "block has ended. Use torch.no_grad(), model.eval() or model.gradient_checkpointing_disable()."
-                    )
+            recomputes = any(getattr(m, "gradient_checkpointing", False) for m in text_model.modules())
+            if recomputes and text_model.training and torch.is_grad_enabled():
+                raise RuntimeError(
+                    "handle.paused() with gradients and gradient checkpointing: the recomputation can run after the "
+                    "block has ended. Use torch.no_grad(), model.eval() or model.gradient_checkpointing_disable()."
+                )
             return None
         if text_model.config._attn_implementation != ATTENTION_NAME:
             raise RuntimeError(
                 "the attention implementation of a parallelized model was changed: call handle.restore() first, then "
                 "set_attn_implementation, then parallelize."
             )
-        bound = _by_name(self.signature, args, kwargs)
-        for name in ("cache", "past_key_values"):
-            if bound.get(name) is not None:
-                raise ValueError(
-                    f"{name} is not supported under sequence parallelism: leave it out, or generate inside "
-                    "`with handle.paused():`."
-                )
-        if any(bound.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
-            raise ValueError("cu_seq_lens_q/k do not fit a part of a sequence: tell documents by position_ids instead.")
-        if bound.get("output_attentions") or getattr(text_model.config, "output_attentions", False):
-            raise ValueError("output_attentions is not supported under sequence parallelism.")
-        inputs = bound["input_ids"] if bound.get("input_ids") is not None else bound.get("inputs_embeds")
+        given = _by_name(self.signature, args, kwargs)
+        problem = given.pop(PROBLEM, None)
+        for names, text in _REFUSED_OF_TEXT_MODEL.items():
+            if any(_is_given(given.get(name)) for name in names):
+                problem = problem or text
+        if getattr(text_model.config, "output_attentions", False):
+            problem = problem or _NO_ATTENTIONS
+        inputs = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
         if inputs is None:
             return None  # the model's own error says it best
         documents, positions = gather_documents(
-            bound.get("position_ids"), bound.get("attention_mask"), tuple(inputs.shape[:2]), inputs.device, self.group
+            given.get("position_ids"),
+            given.get("attention_mask"),
+            tuple(inputs.shape[:2]),
+            inputs.device,
+            self.group,
+            problem,
         )
-        bound |= {"position_ids": positions, "attention_mask": None, "use_cache": False, DOCUMENTS: documents}
-        return (), bound
+        given |= {"position_ids": positions, "attention_mask": None, "use_cache": False, DOCUMENTS: documents}
+        return (), given
 
     # Dynamic and long rope choose their frequencies by the longest position in the batch, of which a
     # rank may not have it: it is appended as one more token, and its embedding cut off again.
@@ -281,6 +295,10 @@ def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) 
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))
     return bound
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, Tensor) or (value is not None and value is not False and value != 0)
 
 
 def _depends_on_longest(module: nn.Module) -> bool:

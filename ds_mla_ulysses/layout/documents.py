@@ -117,7 +117,12 @@ def _hole(positions_BS: Tensor, padding_BS: Tensor) -> str | None:
 
 
 def gather_documents(
-    position_ids: Tensor | None, attention_mask: Tensor | None, shape: tuple[int, int], device, group: SequenceGroup
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    shape: tuple[int, int],
+    device: torch.device,
+    group: SequenceGroup,
+    problem: str | None = None,
 ) -> tuple[Documents, Tensor]:
     """Documents of the whole sequence and this rank's positions, from what each rank has of its own tokens.
 
@@ -125,6 +130,7 @@ def gather_documents(
         position_ids: int [B, T], [1, T] or [T], this rank's tokens; None on all ranks: 0..S-1.
         attention_mask: [B, T], 0 on padding; None: no padding. Four-dimensional masks are refused.
         shape: (B, T) of the inputs.
+        problem: what else is wrong with this rank's inputs.
 
     Returns:
         documents of [B, S]; positions int64 [B, T].
@@ -133,7 +139,8 @@ def gather_documents(
         ValueError: on all ranks, if shapes do not fit or differ between ranks.
     """
     B, T = shape
-    said = gather_objects(group, (_problem(position_ids, attention_mask, B, T), (B, T), position_ids is None))
+    problem = problem or _problem(position_ids, attention_mask, B, T)
+    said = gather_objects(group, (problem, (B, T), position_ids is None))
     raise_first([problem for problem, _, _ in said])
     if len({rows for _, rows, _ in said}) > 1:
         raise ValueError(

@@ -218,7 +218,7 @@ def bad_forward(what):
     if what == "bad on one rank":
         batch = random_batch(1, 8)
         return dmu.shard_batch(batch | (dict(labels=torch.ones(3)) if rank else {}), dist.group.WORLD)
-    model, _ = parallel_model()
+    model, _ = parallel_model("kimi_k25" if what == "images" else "deepseek_v3")
     T = 6 + (rank if what == "lengths" else 0)
     inputs = dict(input_ids=random_batch(2, T)["input_ids"])
     if what == "positions on one rank" and rank:
@@ -227,12 +227,14 @@ def bad_forward(what):
         inputs["attention_mask"] = torch.ones(2, 2 * T)
     if what == "hole":
         inputs["attention_mask"] = torch.tensor([[1, 1, 0, 1, 1, 1]] * 2)
-    if what == "labels":
+    if what == "labels" or (what == "labels on one rank" and rank):
         inputs["labels"] = inputs["input_ids"]
-    if what == "cache":
+    if what == "cache" or (what == "cache on one rank" and rank):
         from transformers import DynamicCache
 
         inputs["cache"] = DynamicCache(config=model.config)
+    if what == "images":
+        inputs["pixel_values"] = torch.ones(1, 3, 14, 14)
     if what == "cu_seq_lens":
         inputs["cu_seq_lens_q"] = torch.tensor([0, 6])
     if what == "logits_to_keep":
@@ -260,7 +262,10 @@ def bad_forward(what):
         ("whole mask on one rank", ValueError, "rank 1 of the sequence group: attention_mask must be this rank's"),
         ("hole", ValueError, "padding inside a document"),
         ("labels", ValueError, "handle.loss"),
-        ("cache", ValueError, "cache is not supported"),
+        ("labels on one rank", ValueError, "rank 1 of the sequence group: labels cannot be given"),
+        ("cache", ValueError, "cache and past_key_values are not supported"),
+        ("cache on one rank", ValueError, "rank 1 of the sequence group: cache and"),
+        ("images", ValueError, "pixel_values are not supported"),
         ("cu_seq_lens", ValueError, "tell documents by position_ids"),
         ("logits_to_keep", ValueError, "logits_to_keep"),
         ("dropout", ValueError, "attention_dropout = 0.0"),
