@@ -15,7 +15,7 @@ import torch
 from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
 
-from ..comm.collectives import GatherStart
+from ..comm.collectives import gather_start, sum_over_ranks
 from ..comm.group import SequenceGroup
 from ..layout.exchange import (
     HeadsToTokens,
@@ -35,7 +35,9 @@ class PendingKey:
     Opaque: only the attention that started it may take it, since reading it would not wait.
     """
 
-    tensor_SBR: Tensor
+    own_TBR: Tensor
+    gathered_SBR: Tensor
+    batch_dim_idx: int
 
 
 class UlyssesMLAAttention(DistributedAttention):
@@ -82,7 +84,9 @@ class UlyssesMLAAttention(DistributedAttention):
         under work that `forward` waits for, such as the projection that makes kv.
         """
         k_TBR = k_shared.transpose(0, 1) if batch_dim_idx == 0 else k_shared
-        return PendingKey(GatherStart.apply(k_TBR, self.group.size, self.group.name) if self.group.size > 1 else k_TBR)
+        own = k_TBR.detach()  # the gradient takes its own way back, in the backward of the exchange
+        gathered = gather_start(own, self.group.size, self.group.name) if self.group.size > 1 else own
+        return PendingKey(k_TBR, gathered, batch_dim_idx)
 
     def forward(
         self,
@@ -114,23 +118,34 @@ class UlyssesMLAAttention(DistributedAttention):
             ValueError: shapes that do not fit the widths, mixed dtypes, heads that ranks cannot share.
         """
         pending = k_shared if isinstance(k_shared, PendingKey) else None
-        self._check(q, kv, None if pending is not None else k_shared, batch_dim_idx, rotary_pos_emb)
+        if pending is not None:
+            if pending.batch_dim_idx != batch_dim_idx:
+                raise ValueError(
+                    f"k_shared was gathered with batch_dim_idx={pending.batch_dim_idx}, not {batch_dim_idx}."
+                )
+            k_shared = pending.own_TBR.transpose(0, 1) if batch_dim_idx == 0 else pending.own_TBR
+        self._check(q, kv, k_shared, batch_dim_idx, rotary_pos_emb)
         if pending is None:
             pending = self.gather_shared_key(k_shared, batch_dim_idx)
         batch_first = batch_dim_idx == 0
         q_TBHK, kv_TBHP = (x.transpose(0, 1) if batch_first else x for x in (q, kv))
         q_SBMK, k_SBMK, v_SBMV = _PackedExchange.apply(
-            q_TBHK, kv_TBHP, pending.tensor_SBR, self.nope_dim, self.group, batch_first
+            q_TBHK, kv_TBHP, pending.own_TBR, pending.gathered_SBR, self.nope_dim, self.group, batch_first
         )
-        own = (x.transpose(0, 1) if batch_first else x for x in (q_SBMK, k_SBMK, v_SBMV))
-        out = self.local_attn(*own, *args, **kwargs)
+        own_q, k, v = (x.transpose(0, 1) if batch_first else x for x in (q_SBMK, k_SBMK, v_SBMV))
+        out = self.local_attn(own_q, k, v, *args, **kwargs)
+        if out.ndim != 4 or out.shape[:3] != own_q.shape[:3]:
+            raise ValueError(
+                f"local_attention must return the rows and heads of its q, {(*own_q.shape[:3], self.value_dim)}; got "
+                f"{tuple(out.shape)}."
+            )
         out_SBMV = out.transpose(0, 1) if batch_first else out
         if self.group.size == 1:
             return out.contiguous()
         out_TBHV = HeadsToTokens.apply(out_SBMV, q.shape[2], self.group, batch_first)
         return out_TBHV.transpose(0, 1) if batch_first else out_TBHV
 
-    def _check(self, q: Tensor, kv: Tensor, k_shared: Tensor | None, batch_dim_idx: int, rotary: Any) -> None:
+    def _check(self, q: Tensor, kv: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
         if batch_dim_idx not in (0, 1):
             raise ValueError(f"batch_dim_idx is 0 for [B, T, H, .] or 1 for [T, B, H, .], got {batch_dim_idx!r}.")
         if rotary is not None:
@@ -143,26 +158,28 @@ class UlyssesMLAAttention(DistributedAttention):
                     f"{name} must be {rows}, H, {width}] with the rows and heads of q (nope {N}, rope {R}, value {V}); "
                     f"got {name} {tuple(x.shape)}, q {tuple(q.shape)}."
                 )
-        if k_shared is not None and k_shared.shape != (*q.shape[:2], R):
+        if k_shared.shape != (*q.shape[:2], R):
             raise ValueError(f"k_shared must be {rows}, {R}], {(*q.shape[:2], R)}; got {tuple(k_shared.shape)}.")
-        if q.dtype != kv.dtype or (k_shared is not None and k_shared.dtype != q.dtype):
+        if len({q.dtype, kv.dtype, k_shared.dtype}) > 1:
             raise ValueError(
-                f"q, kv and k_shared travel in one dtype, got {q.dtype}, {kv.dtype}"
-                f"{'' if k_shared is None else f', {k_shared.dtype}'}: cast them before the call."
+                f"q, kv and k_shared travel in one dtype, got {q.dtype}, {kv.dtype}, {k_shared.dtype}: cast them before "
+                "the call."
             )
         HeadPartition(q.shape[2], self.group.size)
 
 
 class _PackedExchange(torch.autograd.Function):
-    """q_TBHK, kv_TBHP, pending key_SBR -> q_SBMK, k_SBMK, v_SBMV.
+    """q_TBHK, kv_TBHP, k_TBR (and its gather, pending) -> q_SBMK, k_SBMK, v_SBMV.
 
     Forward: one all-to-all; q and v are views of what arrived, K is written once.
-    Backward: the key's partial sums leave first (asynchronously; `GatherStart.backward` receives
-    them), then one all-to-all brings the gradients of q and kv back, each copied once into the wire.
+    Backward: the key's partial sums leave first, asynchronously, in an all-to-all: each rank sums its
+    own heads in fp32 and rounds once. Then one all-to-all brings the gradients of q and kv back, each
+    copied once into the wire. Last, the partial sums of all ranks are summed in fp32 and rounded once:
+    the gather's adjoint, a reduce-scatter with the same bytes and fewer roundings.
     """
 
     @staticmethod
-    def forward(ctx, q_TBHK, kv_TBHP, pending_SBR, nope_dim: int, group: SequenceGroup, batch_first: bool):
+    def forward(ctx, q_TBHK, kv_TBHP, k_TBR, pending_SBR, nope_dim: int, group: SequenceGroup, batch_first: bool):
         ctx.group, ctx.batch_first, ctx.nope_dim = group, batch_first, nope_dim
         ctx.heads = H = q_TBHK.shape[2]
         if group.size == 1:
@@ -176,9 +193,9 @@ class _PackedExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq_SBMK, dk_SBMK, dv_SBMV):
         N, group = ctx.nope_dim, ctx.group
-        dq_TBHK = dkv_TBHP = dshared_SBR = None
-        if ctx.needs_input_grad[2]:  # a started exchange that nobody waits for would be kept for ever
-            dshared_SBR = return_shared_key_grad(dk_SBMK[..., N:], group.size, group.rank, group.name)
+        dq_TBHK = dkv_TBHP = pending_SBR = None
+        if ctx.needs_input_grad[2]:
+            pending_SBR = return_shared_key_grad(dk_SBMK[..., N:], group.size, group.rank, group.name)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             dq_TBHK, dkv_TBHP = heads_to_tokens(
                 [dq_SBMK, dk_SBMK[..., :N], dv_SBMV],
@@ -188,4 +205,5 @@ class _PackedExchange(torch.autograd.Function):
                 ctx.batch_first,
                 pieces_per_block=[1, 2],
             )
-        return dq_TBHK, dkv_TBHP, dshared_SBR, None, None, None
+        dk_TBR = None if pending_SBR is None else sum_over_ranks(pending_SBR, group.size)
+        return dq_TBHK, dkv_TBHP, dk_TBR, None, None, None, None

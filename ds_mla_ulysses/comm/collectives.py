@@ -1,4 +1,4 @@
-"""Collectives as plain functions over torch's functional ones, and the gather that is differentiable.
+"""Collectives as plain functions over torch's, and registered operators where one is left pending.
 
 `start_*` returns at once with a *pending* tensor: nothing may read it before `wait`. They are called
 inside registered operators only (here and in `layout.exchange`), where no compiler can move a read
@@ -63,41 +63,24 @@ def gather_now(x: Tensor, group: SequenceGroup, direction: str) -> Tensor:
 
 
 @torch.library.custom_op("ds_mla_ulysses::gather_start", mutates_args=())
-def _gather_start(x_TBR: Tensor, size: int, group: str) -> Tensor:
+def gather_start(x_TBR: Tensor, size: int, group: str) -> Tensor:
+    """Starts gathering x over the sequence: *pending* [S, B, R], for an operator that waits inside."""
     # The copy is the buffer that is sent: a compiler may reuse the memory of x while it is on its way.
     return start_all_gather(x_TBR.clone(memory_format=torch.contiguous_format), size, group, "forward")
 
 
-@_gather_start.register_fake
+@gather_start.register_fake
 def _(x_TBR: Tensor, size: int, group: str) -> Tensor:
     return x_TBR.new_empty(x_TBR.shape[0] * size, *x_TBR.shape[1:])
 
 
 @torch.library.custom_op("ds_mla_ulysses::sum_over_ranks", mutates_args=())
-def _sum_over_ranks(pending_SBR: Tensor, size: int) -> Tensor:
+def sum_over_ranks(pending_SBR: Tensor, size: int) -> Tensor:
+    """Waits for what each rank sent of this rank's tokens, sums the ranks in fp32 (or wider), rounds once: [T, B, R]."""
     parts = wait(pending_SBR).unflatten(0, (size, -1))
     return parts.sum(0, dtype=accumulation_dtype(parts.dtype)).to(parts.dtype)
 
 
-@_sum_over_ranks.register_fake
+@sum_over_ranks.register_fake
 def _(pending_SBR: Tensor, size: int) -> Tensor:
     return pending_SBR.new_empty(pending_SBR.shape[0] // size, *pending_SBR.shape[1:])
-
-
-class GatherStart(torch.autograd.Function):
-    """Starts gathering what all heads share over the sequence.
-
-    Forward: x_TBR -> *pending* x_SBR, for an operator that waits inside.
-    Backward: takes the *pending* result of an all-to-all in which every rank has sent, for each token
-    of each other rank, the gradient of its own heads; sums the ranks in fp32 (or wider) and rounds
-    once. That is the adjoint, a reduce-scatter, with the same bytes and one rounding instead of many.
-    """
-
-    @staticmethod
-    def forward(ctx, x_TBR: Tensor, size: int, group: str) -> Tensor:
-        ctx.size = size
-        return _gather_start(x_TBR, size, group)
-
-    @staticmethod
-    def backward(ctx, grad_SBR: Tensor):
-        return _sum_over_ranks(grad_SBR, ctx.size), None, None

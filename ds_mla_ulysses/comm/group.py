@@ -78,13 +78,8 @@ def gather_objects(group: SequenceGroup, value: Any) -> list[Any]:
     return values
 
 
-def raise_everywhere(group: SequenceGroup, problem: str | None) -> None:
-    """Raises ValueError on all ranks of the group if any has a problem, so that none is left in a collective."""
-    raise_first(gather_objects(group, problem))
-
-
 def raise_first(problems: Sequence[str | None]) -> None:
     """Raises ValueError with the problem of the first rank that has one."""
     for rank, problem in enumerate(problems):
         if problem is not None:
-            raise ValueError(problem if len(problems) == 1 else f"rank {rank} of the sequence group: {problem}")
+            raise ValueError(problem if len(problems) == 1 else f"rank {rank} of the group: {problem}")

@@ -33,7 +33,7 @@ class Handle:
         data_rank: int,
         data_size: int,
         strategy: str,
-        pause: Callable[[bool], None],
+        pause: Callable[[bool], bool],
         undo: Callable[[], None],
     ) -> None:
         self.model, self.group, self.strategy = model, group, strategy
@@ -66,7 +66,7 @@ class Handle:
         if self._engine is None:
             return sequence_loss(logits, shift_labels, self.group, num_items)
         steps = self._engine.gradient_accumulation_steps()
-        if num_items is None and (steps > 1 or self.data_size > 1):
+        if num_items is None and torch.is_grad_enabled() and (steps > 1 or self.data_size > 1):
             raise ValueError(
                 f"with gradient_accumulation_steps={steps} and {self.data_size} data-parallel groups a mean over one "
                 "micro-batch is not a mean over the step's tokens: pass num_items=handle.num_items(shards) with all "
@@ -115,13 +115,14 @@ class Handle:
         """The plain model, one process, inside the block: for generation and short evaluation.
 
         Raises (when the model is called): RuntimeError under gradient checkpointing with gradients
-        enabled, since the recomputation can run after the block has ended.
+        enabled, since the recomputation can run after the block has ended. A checkpoint that you put
+        around the whole model cannot be noticed: do not use one inside the block.
         """
-        self._pause(True)
+        before = self._pause(True)
         try:
             yield
         finally:
-            self._pause(False)
+            self._pause(before)
 
     def restore(self) -> None:
         """Makes the model exactly what it was. A second call does nothing."""

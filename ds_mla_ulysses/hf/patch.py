@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..attention.mla import UlyssesMLAAttention
-from ..comm.group import SequenceGroup, gather_objects, split_world
+from ..comm.group import SequenceGroup, gather_objects, raise_first, split_world
 from ..layout.documents import Documents, gather_documents
 from ..layout.heads import HeadPartition
 from .families import TESTED, MLAModel, MLAWidths, find_mla, is_patched
@@ -100,6 +100,8 @@ def parallelize(
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {list(STRATEGIES)}, got {strategy!r}.")
+    if sp_size is not None and (not isinstance(sp_size, int) or sp_size < 1):
+        raise ValueError(f"sp_size must be a positive number of ranks, got {sp_size!r}.")
     if sp_size is not None and group is not None:
         raise ValueError("give sp_size or group, not both.")
     if is_patched(model):
@@ -120,8 +122,15 @@ def parallelize(
     return Handle(model, sequence_group, data_rank, data_size, strategy, patch.pause, patch.undo)
 
 
+class _NotCopied:
+    """What belongs to a patched model alone: a copy would share its process group and its hooks."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("a parallelized model cannot be copied or pickled: call handle.restore() first.")
+
+
 @dataclass(frozen=True)
-class _Layer:
+class _Layer(_NotCopied):
     """What the attention function needs of one patched module."""
 
     attention: UlyssesMLAAttention
@@ -162,7 +171,7 @@ def _latents_as_they_are(kv_nope_B1TL: Tensor, k_rot_B1TR: Tensor) -> tuple[Tens
     return kv_nope_B1TL, k_rot_B1TR
 
 
-class _Patch:
+class _Patch(_NotCopied):
     """Applies every replacement of the table above; `undo` takes all of them back."""
 
     def __init__(self, model: nn.Module, mla: MLAModel, group: SequenceGroup, kernels: list[LocalKernel]) -> None:
@@ -170,7 +179,8 @@ class _Patch:
 
         self.group, self.text_model = group, mla.text_model
         self.paused = False
-        self.implementation = mla.text_model.config._attn_implementation
+        self.own_config = mla.text_model.config
+        self.implementation = self.own_config._attn_implementation
         self.signature = inspect.signature(mla.text_model.forward)
         self.model_signature = inspect.signature(model.forward)
         self._undo: list[Callable[[], None]] = []
@@ -216,10 +226,12 @@ class _Patch:
         while self._undo:
             self._undo.pop()()
 
-    def pause(self, paused: bool) -> None:
-        self.paused = paused
+    def pause(self, paused: bool) -> bool:
+        """Switches to the plain model or back; what it was before."""
+        before, self.paused = self.paused, paused
         # The plain model needs the masks of its own implementation.
         self.config._attn_implementation_internal = self.implementation if paused else ATTENTION_NAME
+        return before
 
     # What is wrong with the arguments of one rank has to be raised on all, or the others would wait for it:
     # it goes along to the text model's hook, which exchanges it with the shapes.
@@ -244,7 +256,8 @@ class _Patch:
                     "block has ended. Use torch.no_grad(), model.eval() or model.gradient_checkpointing_disable()."
                 )
             return None
-        if text_model.config._attn_implementation != ATTENTION_NAME:
+        named = (self.own_config._attn_implementation, text_model.config._attn_implementation)
+        if named != (self.implementation, ATTENTION_NAME):
             raise RuntimeError(
                 "the attention implementation of a parallelized model was changed: call handle.restore() first, then "
                 "set_attn_implementation, then parallelize."
@@ -266,6 +279,7 @@ class _Patch:
             inputs.device,
             self.group,
             problem,
+            torch.is_grad_enabled() and inputs.requires_grad,
         )
         given |= {"position_ids": positions, "attention_mask": None, "use_cache": False, DOCUMENTS: documents}
         return (), given
@@ -323,9 +337,15 @@ def _groups(sp_size: int | None, group: SequenceGroup | dist.ProcessGroup | None
     if group is None:
         own = split_world(world.size if sp_size is None else sp_size)
         return own, world.rank // own.size, world.size // own.size
-    own = SequenceGroup.of(group)
-    members = (world.rank,) if own.process_group is None else tuple(dist.get_process_group_ranks(own.process_group))
-    groups = sorted(set(gather_objects(world, members)))
+    problem, own, members = None, None, ()
+    try:
+        own = SequenceGroup.of(group)
+        members = (world.rank,) if own.process_group is None else tuple(dist.get_process_group_ranks(own.process_group))
+    except ValueError as error:
+        problem = str(error)
+    said = gather_objects(world, (problem, members))
+    raise_first([text for text, _ in said])
+    groups = sorted({ranks for _, ranks in said})
     if len({len(g) for g in groups}) > 1 or sorted(r for g in groups for r in g) != list(range(world.size)):
         raise ValueError(
             f"the sequence groups of all ranks must divide the world of {world.size} into parts of one size, got {groups}."

@@ -39,6 +39,7 @@ def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGro
         ValueError: on all ranks, if they hold different batches or one of them holds a bad one.
     """
     group = SequenceGroup.of(group)
+    batch = {name: x for name, x in batch.items() if x is not None}
     try:
         problem, (B, S), print_of_batch = None, _shape(batch), _fingerprint(batch)
     except ValueError as error:
@@ -58,7 +59,7 @@ def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGro
     labels = whole.pop("labels", None)
     if labels is not None and "shift_labels" not in whole:
         whole["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
-    if whole.get("position_ids") is None:
+    if "position_ids" not in whole:
         device = whole["input_ids"].device if "input_ids" in whole else whole["inputs_embeds"].device
         whole["position_ids"] = torch.arange(S, device=device).expand(B, S)
     missing = -S % group.size
@@ -83,7 +84,7 @@ def _pad(name: str, x: Tensor, missing: int) -> Tensor:
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    name = next((n for n in ("input_ids", "inputs_embeds") if batch.get(n) is not None), None)
+    name = next((n for n in ("input_ids", "inputs_embeds") if n in batch), None)
     if name is None:
         raise ValueError(f"the batch has neither input_ids nor inputs_embeds, only {sorted(batch)}.")
     tokens = batch[name]

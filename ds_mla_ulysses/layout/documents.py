@@ -123,6 +123,7 @@ def gather_documents(
     device: torch.device,
     group: SequenceGroup,
     problem: str | None = None,
+    requires_grad: bool = False,
 ) -> tuple[Documents, Tensor]:
     """Documents of the whole sequence and this rank's positions, from what each rank has of its own tokens.
 
@@ -131,6 +132,7 @@ def gather_documents(
         attention_mask: [B, T], 0 on padding; None: no padding. Four-dimensional masks are refused.
         shape: (B, T) of the inputs.
         problem: what else is wrong with this rank's inputs.
+        requires_grad: whether the inputs do; backward's exchanges need it to be the same on all ranks.
 
     Returns:
         documents of [B, S]; positions int64 [B, T].
@@ -140,15 +142,18 @@ def gather_documents(
     """
     B, T = shape
     problem = problem or _problem(position_ids, attention_mask, B, T)
-    said = gather_objects(group, (problem, (B, T), position_ids is None))
-    raise_first([problem for problem, _, _ in said])
-    if len({rows for _, rows, _ in said}) > 1:
+    said = gather_objects(group, (problem, (B, T), position_ids is None, attention_mask is None, requires_grad))
+    problems, shapes, *differing = zip(*said, strict=True)
+    raise_first(problems)
+    if len(set(shapes)) > 1:
         raise ValueError(
-            f"the ranks of a sequence group got inputs of different shapes {[rows for _, rows, _ in said]}: "
-            "give every rank its part of the same batch, as shard_batch does."
+            f"the ranks of a sequence group got inputs of different shapes {list(shapes)}: give every rank its part of "
+            "the same batch, as shard_batch does."
         )
-    if len({missing for _, _, missing in said}) > 1:
-        raise ValueError("position_ids were given on some ranks of the sequence group and not on others.")
+    whats = ("position_ids were given", "an attention_mask was given", "inputs require gradients")
+    for what, answers in zip(whats, differing, strict=True):
+        if len(set(answers)) > 1:
+            raise ValueError(f"{what} on some ranks of the sequence group and not on others.")
 
     if position_ids is None:
         positions_BT = torch.arange(group.rank * T, (group.rank + 1) * T, device=device).expand(B, T)
@@ -165,6 +170,9 @@ def gather_documents(
 
 
 def _problem(position_ids: Tensor | None, attention_mask: Tensor | None, B: int, T: int) -> str | None:
+    for name, x in (("position_ids", position_ids), ("attention_mask", attention_mask)):
+        if x is not None and not isinstance(x, Tensor):
+            return f"{name} must be a tensor [{B}, {T}], got {type(x).__name__}."
     if position_ids is not None and tuple(position_ids.shape) not in ((T,), (1, T), (B, T)):
         return f"position_ids must be this rank's [{B}, {T}], got {tuple(position_ids.shape)}: see shard_batch."
     if attention_mask is not None and tuple(attention_mask.shape) != (B, T):

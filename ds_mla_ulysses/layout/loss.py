@@ -34,19 +34,27 @@ def sequence_loss(
     group's ranks of a parameter's gradient is the gradient of the value (times gradient_scale).
 
     Raises:
-        ValueError: logits and labels do not fit each other.
+        ValueError: logits and labels do not fit each other (labels out of range: on all ranks).
     """
     if logits_BTV.shape[:-1] != shift_labels_BT.shape:
         raise ValueError(
             f"logits {tuple(logits_BTV.shape)} and shift_labels {tuple(shift_labels_BT.shape)} must be this rank's "
             "[B, T, vocabulary] and [B, T]: take both from the same shard of shard_batch."
         )
-    labels = shift_labels_BT.flatten().to(logits_BTV.device)
+    labels, vocabulary = shift_labels_BT.flatten().to(logits_BTV.device), logits_BTV.shape[-1]
+    # Raised below, on all ranks: cross_entropy would raise on one and leave the others waiting.
+    impossible = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocabulary))
+    labels = labels.masked_fill(impossible, IGNORED_LABEL)
     logits = logits_BTV.flatten(0, -2).to(accumulation_dtype(logits_BTV.dtype))
     own = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-    total = torch.stack([own.detach().double(), (labels != IGNORED_LABEL).sum().double()])
+    total = torch.stack([own.detach().double(), (labels != IGNORED_LABEL).sum().double(), impossible.sum().double()])
     if group.size > 1:
         dist.all_reduce(total, group=group.process_group)
+    if total[2] > 0:
+        raise ValueError(
+            f"{int(total[2])} shift_labels of the batch are neither {IGNORED_LABEL} nor one of the {vocabulary} tokens of "
+            "the vocabulary."
+        )
     items = total[1] if num_items is None else torch.as_tensor(num_items, dtype=total.dtype, device=total.device)
     items = items.clamp(min=1)
     return _WithValue.apply(own / items.to(own.dtype), (total[0] / items).to(own.dtype), gradient_scale)

@@ -276,6 +276,10 @@ def bad_config(change):
         auto = {"lr": 0.1}
     if change == "unused":
         auto = {"lr": 0.1}
+    if change == "mics":
+        config["zero_optimization"]["mics_shard_size"] = 2
+    if change == "unmanaged":
+        config["managed_gradient_accumulation"] = False
     if change in ("prescale_gradients", "gradient_predivide_factor", "sequence_parallel_size"):
         config[change] = {"prescale_gradients": True, "gradient_predivide_factor": 2.0, "sequence_parallel_size": 4}[
             change
@@ -301,6 +305,8 @@ def bad_config(change):
             ValueError,
             "sequence_parallel_size is 4 in the DeepSpeed config, but the handle has 2",
         ),
+        ("mics", ValueError, "mics_shard_size changes"),
+        ("unmanaged", ValueError, "managed_gradient_accumulation=false changes"),
         ("twice", RuntimeError, "already has an engine"),
     ],
 )
@@ -315,3 +321,27 @@ def test_configs_merge_key_by_key(tmp_path):
     file.write_text('{"zero_optimization": {"stage": 3, "overlap_comm": true}, "bf16": {"enabled": true}}')
     merged = load_config([str(file), {"zero_optimization": {"overlap_comm": False}}, {"bf16": {"enabled": "auto"}}])
     assert merged == {"zero_optimization": {"stage": 3, "overlap_comm": False}, "bf16": {"enabled": "auto"}}
+
+
+def partial_sums_dtype(given):
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model("youtu", torch.bfloat16)
+    handle = dmu.parallelize(model)
+    config = engine_config(2, bf16={"enabled": True}, **given)
+    engine, *_ = dmu.initialize(model=model, config=config, handle=handle)
+    dtype = engine.communication_data_type
+    engine.destroy()
+    return dtype
+
+
+@pytest.mark.parametrize(
+    "given,dtype",
+    [
+        ({}, torch.float32),
+        ({"seq_parallel_communication_data_type": "bf16"}, torch.bfloat16),
+        ({"communication_data_type": "bf16"}, torch.bfloat16),
+    ],
+)
+def test_partial_sums_travel_in_fp32(given, dtype):
+    assert run_ranks(2, partial_sums_dtype, given) == [dtype] * 2

@@ -235,6 +235,20 @@ def bad_forward(what):
         inputs["cache"] = DynamicCache(config=model.config)
     if what == "images":
         inputs["pixel_values"] = torch.ones(1, 3, 14, 14)
+    if what == "mask on one rank" and rank:
+        inputs["attention_mask"] = torch.ones(2, T)
+    if what == "mask of another kind":
+        inputs["attention_mask"] = {"full_attention": None}
+    if what == "embeddings on one rank":
+        inputs = dict(inputs_embeds=torch.ones(2, T, 48, dtype=torch.float64, requires_grad=rank == 0))
+    if what == "not causal":
+        inputs["is_causal"] = False
+    if what == "impossible label":
+        handle = parallel_model("youtu")[1]
+        return handle.loss(torch.ones(1, 4, 8), torch.full((1, 4), 8 if rank else 1))
+    if what == "group of others":
+        group = dist.new_group([0])
+        return dmu.parallelize(tiny_model("youtu"), group=group)
     if what == "cu_seq_lens":
         inputs["cu_seq_lens_q"] = torch.tensor([0, 6])
     if what == "logits_to_keep":
@@ -256,15 +270,21 @@ def bad_forward(what):
     [
         ("different batches", ValueError, r"hold different batches \(they differ in \['input_ids'"),
         ("different lengths", ValueError, "hold different batches"),
-        ("bad on one rank", ValueError, "rank 1 of the sequence group: labels must be"),
+        ("bad on one rank", ValueError, "rank 1 of the group: labels must be"),
         ("lengths", ValueError, "inputs of different shapes"),
         ("positions on one rank", ValueError, "given on some ranks"),
-        ("whole mask on one rank", ValueError, "rank 1 of the sequence group: attention_mask must be this rank's"),
+        ("whole mask on one rank", ValueError, "rank 1 of the group: attention_mask must be this rank's"),
+        ("mask on one rank", ValueError, "an attention_mask was given on some ranks"),
+        ("mask of another kind", ValueError, "attention_mask must be a tensor"),
+        ("embeddings on one rank", ValueError, "inputs require gradients on some ranks"),
+        ("not causal", ValueError, "not causal"),
+        ("impossible label", ValueError, "4 shift_labels of the batch are neither -100 nor one of the 8"),
+        ("group of others", ValueError, "rank 1 of the group: group must be a torch.distributed ProcessGroup"),
         ("hole", ValueError, "padding inside a document"),
         ("labels", ValueError, "handle.loss"),
-        ("labels on one rank", ValueError, "rank 1 of the sequence group: labels cannot be given"),
+        ("labels on one rank", ValueError, "rank 1 of the group: labels cannot be given"),
         ("cache", ValueError, "cache and past_key_values are not supported"),
-        ("cache on one rank", ValueError, "rank 1 of the sequence group: cache and"),
+        ("cache on one rank", ValueError, "rank 1 of the group: cache and"),
         ("images", ValueError, "pixel_values are not supported"),
         ("cu_seq_lens", ValueError, "tell documents by position_ids"),
         ("logits_to_keep", ValueError, "logits_to_keep"),
@@ -276,3 +296,44 @@ def bad_forward(what):
 )
 def test_refused_on_every_rank(what, error, message):
     raises_on_ranks(2, error, message, bad_forward, what)
+
+
+def no_cache_comes_back():
+    model, _ = parallel_model()
+    out = model(input_ids=random_batch(1, 6)["input_ids"], use_cache=True)
+    return all(out.get(name) is None for name in ("cache", "past_key_values"))
+
+
+def test_use_cache_is_passed_as_false():
+    assert run_ranks(2, no_cache_comes_back) == [True, True]
+
+
+def gradient_on_one_rank():
+    """A parameter that only one rank has a gradient for is summed on both."""
+    import torch.distributed as dist
+
+    model, handle = parallel_model("youtu")
+    parameter = model.model.norm.weight
+    if dist.get_rank() == 1:
+        parameter.grad = torch.ones_like(parameter)
+    handle.sum_gradients()
+    return [name for name, p in model.named_parameters() if p.grad is not None], float(parameter.grad.sum())
+
+
+def test_gradients_that_one_rank_lacks():
+    assert run_ranks(2, gradient_on_one_rank) == [(["model.norm.weight"], 48.0)] * 2
+
+
+def partial_backward():
+    """Backward towards one parameter only leaves no exchange in flight."""
+    import ds_mla_ulysses as dmu
+
+    model, handle = parallel_model("youtu")
+    shard = dmu.shard_batch(random_batch(1, 8), handle.group)
+    loss = handle.loss(model(input_ids=shard["input_ids"]).logits, shard["shift_labels"])
+    torch.autograd.grad(loss, [model.model.layers[0].self_attn.kv_b_proj.weight])
+    return torch._C._distributed_c10d._get_work_registry_size()
+
+
+def test_partial_backward_leaves_nothing_in_flight():
+    assert run_ranks(2, partial_backward) == [0, 0]

@@ -12,6 +12,7 @@ from models import (
     assert_gradients,
     gradients,
     packed_batch,
+    padded_batch,
     per_document_step,
     random_batch,
     reference_step,
@@ -68,6 +69,21 @@ def stacks():
 
 def test_patches_do_not_stack():
     raises_on_ranks(2, RuntimeError, r"parallelized already: call restore\(\)", stacks)
+
+
+def copies(how):
+    import pickle
+
+    model = tiny_model("youtu", torch.float32)
+    import ds_mla_ulysses as dmu
+
+    dmu.parallelize(model)
+    copy.deepcopy(model) if how == "deepcopy" else pickle.dumps(model)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_parallel_models_are_not_copied(how):
+    raises_on_ranks(2, RuntimeError, r"call handle.restore\(\) first", copies, how)
 
 
 def other_models():
@@ -137,6 +153,12 @@ def pauses(checkpointing, family="deepseek_v3"):
     if checkpointing:
         with handle.paused():
             model(**batch)  # raises
+    padded = padded_batch([16, 9], 16)
+    with handle.paused(), torch.no_grad():
+        with handle.paused():
+            pass
+        got = model(**padded, use_cache=False)  # still paused, and with the masks of the plain model
+    assert torch.equal(got.logits, plain(**padded, use_cache=False).logits)
     model.eval(), plain.eval()
     with handle.paused():
         got = model.generate(batch["input_ids"], max_new_tokens=8, do_sample=False)

@@ -141,6 +141,11 @@ def bad_call(change):
         k_shared = k_shared[..., :-1]
     if change == "dtype":
         kv = kv.bfloat16()
+    if change in ("pending dtype", "pending layout"):
+        k_shared = k_shared.bfloat16() if change == "pending dtype" else k_shared
+        k_shared = attention.gather_shared_key(k_shared, 1 if change == "pending layout" else 0)
+    if change == "out":
+        attention.local_attn = lambda q, k, v: v.transpose(1, 2)
     attention(q, kv, k_shared, 2 if change == "batch_dim_idx" else 0, "rope" if change == "rotary" else None)
 
 
@@ -152,6 +157,9 @@ def bad_call(change):
         ("dtype", "one dtype"),
         ("batch_dim_idx", "batch_dim_idx is 0"),
         ("rotary", "rotary_pos_emb"),
+        ("pending dtype", "one dtype"),
+        ("pending layout", "gathered with batch_dim_idx=1, not 0"),
+        ("out", "rows and heads of its q"),
         ("heads", "6 attention heads cannot be shared evenly by 4 ranks"),
     ],
 )
