@@ -17,13 +17,13 @@ help:
 	@echo "make lint        ruff: rules and formatting"
 	@echo "make test-floor  tests/hf and tests/deepspeed with the oldest supported releases"
 	@echo "make clean       remove environments and caches"
-	@echo "The first of them makes .venv (about 1 GB, 2 minutes). Another Python: make PYTHON=python3.12 test"
+	@echo "The first of them makes .venv (2 minutes and 1 GB with a CPU build of torch, more with CUDA). Another Python: make PYTHON=python3.12 test"
 
 .venv/stamp: setup.py constraints.txt
 	@echo "Making .venv with torch, deepspeed and transformers (about 2 minutes, once)"
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 10) <= v < (3, 14) and "Python 3.10 to 3.13 is needed, $(PYTHON) is %d.%d: make PYTHON=..." % v)'
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	@# torch first and alone: a range would fetch gigabytes of CUDA
+	@# torch first and pinned: what comes next must not look for a newer one, with gigabytes of CUDA
 	@.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt torch==2.13.0
 	@.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test]'
 	@touch $@
@@ -33,7 +33,7 @@ demo: .venv/stamp
 	@DS_ACCELERATOR=cpu PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/deepspeed --num_gpus 2 --master_port $$($(PYTHON) -c '$(FREE_PORT)') examples/train_deepspeed.py $(DEMO_ARGS)
 
 test: .venv/stamp
-	@echo "Running the test suite (about 5 minutes on 2 cores)"
+	@echo "Running the test suite (about 6 minutes on 2 cores)"
 	@.venv/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: .venv/stamp
@@ -49,7 +49,7 @@ lint: .venv/stamp
 	@touch $@
 
 test-floor: .venv-floor/stamp
-	@echo "Running tests/hf and tests/deepspeed with the oldest supported releases (about 5 minutes on 2 cores)"
+	@echo "Running tests/hf and tests/deepspeed with the oldest supported releases (about 6 minutes on 2 cores)"
 	@.venv-floor/bin/python -m pytest tests/hf tests/deepspeed $(PYTEST_ARGS)
 
 clean:
