@@ -28,8 +28,8 @@ FAMILIES = (
 # Attention implementations, measured with transformers 5.24 on a CPU:
 #   sdpa            every family.
 #   eager           every family, but its softmax is in fp32: 1e-5 away from sdpa in fp64 too.
-#   flex_attention  kimi_k25 is refused when built (its wrapper lacks _supports_flex_attn). The others fail in
-#                   the forward of a trainable model: "FlexAttention does not support backward on CPU".
+#   flex_attention  kimi_k25 is refused when built (its wrapper lacks _supports_flex_attn). The others run
+#                   when frozen; the forward of a trainable one: "FlexAttention does not support backward on CPU".
 
 # Widths that differ from each other, K != V, so that swapped ones show.
 _WIDTHS = dict(kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
