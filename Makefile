@@ -3,7 +3,7 @@ PYTHON ?= python3
 DEMO_ARGS ?= --verify
 PYTEST_ARGS ?=
 
-PIP_FLAGS := -q --disable-pip-version-check
+PIP_FLAGS := -qq --disable-pip-version-check
 SOURCES := $(wildcard ds_mla_ulysses tests examples benchmarks setup.py)
 FREE_PORT := import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])
 # The lowest releases that setup.py allows, as name==version.
