@@ -1,5 +1,6 @@
 """Every attention backend keeps documents apart; bf16 is bitwise what three all-to-alls give."""
 
+import importlib.machinery
 import sys
 import types
 
@@ -45,6 +46,7 @@ def flash_stand_in(version):
     name = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}[version]
     for part in {name.split(".")[0], name}:
         sys.modules[part] = types.ModuleType(part)
+        sys.modules[part].__spec__ = importlib.machinery.ModuleSpec(part, None)  # transformers looks for it
     vars(sys.modules[name]).update(functions)
     padding = sys.modules["flash_attn.bert_padding"] = types.ModuleType("flash_attn.bert_padding")
     padding.pad_input = padding.unpad_input = None
