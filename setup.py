@@ -21,8 +21,8 @@ setup(
         "torch>=2.13",
         # before 0.19 ZeRO-2 updates differ from one process by a percent, or fail with torch 2.13
         "deepspeed>=0.19.0",
-        # before 5.21 set_attn_implementation on a parallelized model is not noticed
-        "transformers>=5.21.0",
+        # the first with expand_kv in every supported family
+        "transformers>=5.15.0",
         # the lowest that these transformers accept
         "accelerate>=1.1.0",
     ],

@@ -57,7 +57,7 @@ def initialize(
 
     Raises:
         ValueError: a key left "auto", or settings under which the update would not be right.
-        RuntimeError: another parallel layout is active in DeepSpeed.
+        RuntimeError: another parallel layout is active in DeepSpeed, or it is older than 0.19.
     """
     import deepspeed
     from deepspeed.utils import groups, set_z3_leaf_modules_by_name
@@ -67,6 +67,10 @@ def initialize(
     inside = {id(m) for m in model.modules()}
     if not all(id(m) in inside for m in handle.model.modules()):
         raise ValueError("handle belongs to another model: pass the model that parallelize was given.")
+    if tuple(map(int, deepspeed.__version__.split(".")[:2])) < (0, 19):
+        raise RuntimeError(
+            f"DeepSpeed {deepspeed.__version__} gives other updates than one process: install deepspeed >= 0.19.0."
+        )
     settings = _fill_auto(load_config(config), auto)
     _refuse(settings, handle)
     if getattr(groups, "mesh_device", None) is not None:

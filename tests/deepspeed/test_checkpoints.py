@@ -91,7 +91,9 @@ def apart(got, want):
 
     assert set(got) == set(want)
     norm = np.linalg.norm
-    return max((float(norm(got[name] - want[name]) / norm(want[name])), name) for name in want)
+    distances = [(float(norm(got[name] - want[name]) / norm(want[name])), name) for name in want]
+    assert all(np.isfinite(distance) for distance, _ in distances), distances  # max would overlook a NaN
+    return max(distances)
 
 
 def assert_continues(results, saved, end):
