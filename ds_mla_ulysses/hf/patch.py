@@ -177,7 +177,7 @@ class _Patch(_NotCopied):
     def __init__(self, model: nn.Module, mla: MLAModel, group: SequenceGroup, kernels: list[LocalKernel]) -> None:
         from transformers import AttentionInterface
 
-        self.group, self.text_model = group, mla.text_model
+        self.group = group
         self.paused = False
         self.own_config = mla.text_model.config
         self.implementation = self.own_config._attn_implementation
