@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
 
 from ..comm.collectives import gather_start, sum_over_ranks
 from ..comm.group import SequenceGroup
 from ..layout.exchange import (
-    HeadsToTokens,
     heads_to_tokens,
     join_shared_key,
     own_heads,
@@ -26,6 +24,7 @@ from ..layout.exchange import (
     tokens_to_heads,
 )
 from ..layout.heads import HeadPartition
+from .base import SequenceAttention, by_token
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class PendingKey:
     batch_dim_idx: int
 
 
-class UlyssesMLAAttention(DistributedAttention):
+class UlyssesMLAAttention(SequenceAttention):
     """DeepSpeed's `DistributedAttention` for MLA: one packed exchange in, one gather, one exchange out.
 
     Every head's query (K wide) and compact key-value (P wide) travel in one all-to-all; the rope key,
@@ -52,8 +51,9 @@ class UlyssesMLAAttention(DistributedAttention):
     | forward   | all-gather (key), all-to-all (q, kv), all-to-all (output)            | H(K+P+V)f + R(ranks-1)  |
     | backward  | all-to-all (output), all-to-all (key, partial sums), all-to-all (q, kv) | the same             |
 
-    with f = (ranks-1)/ranks. The result and the gradients are those of `local_attention` on the whole
-    sequence with all heads. A group of one communicates nothing.
+    with f = (ranks-1)/ranks where the ranks divide H; the first H % ranks own one head more than the others.
+    The result and the gradients are those of `local_attention` on the whole sequence with all heads. A group
+    of one communicates nothing.
 
     Args:
         local_attention: `local_attention(q, k, v, *args, **kwargs) -> out` on full-length tensors of the
@@ -72,9 +72,7 @@ class UlyssesMLAAttention(DistributedAttention):
         rope_dim: int,
         value_dim: int,
     ) -> None:
-        self_group = SequenceGroup.of(group)
-        super().__init__(local_attention, self_group.process_group)
-        self.group = self_group
+        super().__init__(local_attention, group)
         self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rope_dim, value_dim
 
     def gather_shared_key(self, k_shared: Tensor, batch_dim_idx: int = 0) -> PendingKey:
@@ -83,7 +81,7 @@ class UlyssesMLAAttention(DistributedAttention):
         `forward` starts it itself when it is given a tensor. Call this first to let the gather run
         under work that `forward` waits for, such as the projection that makes kv.
         """
-        k_TBR = k_shared.transpose(0, 1) if batch_dim_idx == 0 else k_shared
+        k_TBR = by_token(k_shared, batch_dim_idx)
         own = k_TBR.detach()  # the gradient takes its own way back, in the backward of the exchange
         gathered = gather_start(own, self.group.size, self.group.name) if self.group.size > 1 else own
         return PendingKey(k_TBR, gathered, batch_dim_idx)
@@ -115,7 +113,7 @@ class UlyssesMLAAttention(DistributedAttention):
             out_BTHV (or out_TBHV), contiguous.
 
         Raises:
-            ValueError: shapes that do not fit the widths, mixed dtypes, heads that ranks cannot share.
+            ValueError: shapes that do not fit the widths, mixed dtypes, fewer heads than ranks.
         """
         pending = k_shared if isinstance(k_shared, PendingKey) else None
         if pending is not None:
@@ -123,33 +121,24 @@ class UlyssesMLAAttention(DistributedAttention):
                 raise ValueError(
                     f"k_shared was gathered with batch_dim_idx={pending.batch_dim_idx}, not {batch_dim_idx}."
                 )
-            k_shared = pending.own_TBR.transpose(0, 1) if batch_dim_idx == 0 else pending.own_TBR
+            k_shared = by_token(pending.own_TBR, batch_dim_idx)
         self._check(q, kv, k_shared, batch_dim_idx, rotary_pos_emb)
         if pending is None:
             pending = self.gather_shared_key(k_shared, batch_dim_idx)
-        batch_first = batch_dim_idx == 0
-        q_TBHK, kv_TBHP = (x.transpose(0, 1) if batch_first else x for x in (q, kv))
         q_SBMK, k_SBMK, v_SBMV = _PackedExchange.apply(
-            q_TBHK, kv_TBHP, pending.own_TBR, pending.gathered_SBR, self.nope_dim, self.group, batch_first
+            by_token(q, batch_dim_idx),
+            by_token(kv, batch_dim_idx),
+            pending.own_TBR,
+            pending.gathered_SBR,
+            self.nope_dim,
+            self.group,
+            batch_dim_idx == 0,
         )
-        own_q, k, v = (x.transpose(0, 1) if batch_first else x for x in (q_SBMK, k_SBMK, v_SBMV))
-        out = self.local_attn(own_q, k, v, *args, **kwargs)
-        if out.ndim != 4 or out.shape[:3] != own_q.shape[:3]:
-            raise ValueError(
-                f"local_attention must return the rows and heads of its q, {(*own_q.shape[:3], self.value_dim)}; got "
-                f"{tuple(out.shape)}."
-            )
-        out_SBMV = out.transpose(0, 1) if batch_first else out
-        if self.group.size == 1:
-            return out.contiguous()
-        out_TBHV = HeadsToTokens.apply(out_SBMV, q.shape[2], self.group, batch_first)
-        return out_TBHV.transpose(0, 1) if batch_first else out_TBHV
+        own = (by_token(x, batch_dim_idx) for x in (q_SBMK, k_SBMK, v_SBMV))
+        return self._attend(*own, q.shape[2], batch_dim_idx, args, kwargs)
 
     def _check(self, q: Tensor, kv: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
-        if batch_dim_idx not in (0, 1):
-            raise ValueError(f"batch_dim_idx is 0 for [B, T, H, .] or 1 for [T, B, H, .], got {batch_dim_idx!r}.")
-        if rotary is not None:
-            raise ValueError("rotary_pos_emb must be None: apply rope to q and k_shared before the call.")
+        self._check_call(batch_dim_idx, rotary, q=q, kv=kv, k_shared=k_shared)
         N, R, V = self.nope_dim, self.rope_dim, self.value_dim
         rows, names = ("[B, T" if batch_dim_idx == 0 else "[T, B"), [("q", q, N + R), ("kv", kv, N + V)]
         for name, x, width in names:
@@ -160,11 +149,6 @@ class UlyssesMLAAttention(DistributedAttention):
                 )
         if k_shared.shape != (*q.shape[:2], R):
             raise ValueError(f"k_shared must be {rows}, {R}], {(*q.shape[:2], R)}; got {tuple(k_shared.shape)}.")
-        if len({q.dtype, kv.dtype, k_shared.dtype}) > 1:
-            raise ValueError(
-                f"q, kv and k_shared travel in one dtype, got {q.dtype}, {kv.dtype}, {k_shared.dtype}: cast them before "
-                "the call."
-            )
         HeadPartition(q.shape[2], self.group.size)
 
 
@@ -185,8 +169,8 @@ class _PackedExchange(torch.autograd.Function):
         if group.size == 1:
             q_SBMK, kv_SBMP = q_TBHK.view_as(q_TBHK), kv_TBHP
         else:
-            buffer_SBW = tokens_to_heads([q_TBHK, kv_TBHP], group, "forward")
-            q_SBMK, kv_SBMP = own_heads(buffer_SBW, [H, H], [q_TBHK.shape[3], kv_TBHP.shape[3]], group)
+            buffer_SBW = tokens_to_heads([q_TBHK, kv_TBHP], H, group, "forward")
+            q_SBMK, kv_SBMP = own_heads(buffer_SBW, [H, H], [q_TBHK.shape[3], kv_TBHP.shape[3]], H, group)
         key = join_shared_key(kv_SBMP[..., :nope_dim], pending_SBR, batch_first)
         return q_SBMK, key.transpose(0, 1) if batch_first else key, kv_SBMP[..., nope_dim:]
 
@@ -200,6 +184,7 @@ class _PackedExchange(torch.autograd.Function):
             dq_TBHK, dkv_TBHP = heads_to_tokens(
                 [dq_SBMK, dk_SBMK[..., :N], dv_SBMV],
                 [ctx.heads, ctx.heads],
+                ctx.heads,
                 group,
                 "backward",
                 ctx.batch_first,

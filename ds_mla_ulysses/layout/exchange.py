@@ -10,11 +10,15 @@ into the wire buffer, and what arrives is read where it lies. On the wire one to
 | tokens_to_heads | blocks x_TBHD    | own tokens, p's heads            | one buffer x_SBW          |
 | heads_to_tokens | pieces x_SBMD    | p's tokens, own heads            | blocks x_TBHD             |
 
-Each is the other's adjoint. What a rank keeps for itself does not go through the wire buffer but
-straight to where it is needed, wherever the buffers allow it.
+Each is the other's adjoint: a head that several ranks own is sent to each of them, and on the way back
+what they say of it is summed, in fp32 or wider, and rounded once. What a rank keeps for itself does not
+go through the wire buffer but straight to where it is needed, wherever the buffers allow it.
 
-Letters: P ranks · T this rank's tokens · S = P*T · B batch · H all heads · M own heads · D width ·
-W = sum of M*D over blocks.
+The heads of every block are shared as `HeadPartition(H, P, query_heads)` says, so ranks can have
+different numbers of them.
+
+Letters: P ranks · T this rank's tokens · S = P*T · B batch · H all heads of a block · M own heads of it
+· D width · W = sum of M*D over blocks.
 """
 
 from __future__ import annotations
@@ -29,19 +33,21 @@ from ..comm.group import SequenceGroup
 from .heads import HeadPartition
 
 
-def tokens_to_heads(blocks_TBHD: Sequence[Tensor], group: SequenceGroup, direction: str) -> Tensor:
+def tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group: SequenceGroup, direction: str) -> Tensor:
     """All blocks in one all-to-all; x_SBW, from which `own_heads` takes the blocks. Not differentiable.
 
     Args:
         blocks_TBHD: tensors of one dtype with the same T and B, any strides.
+        query_heads: the query heads that the heads of all blocks follow.
         direction: "forward" or "backward", for the traffic count.
     """
-    return _tokens_to_heads(list(blocks_TBHD), group.size, group.rank, group.name, direction)
+    return _tokens_to_heads(list(blocks_TBHD), query_heads, group.size, group.rank, group.name, direction)
 
 
 def heads_to_tokens(
     pieces_SBMD: Sequence[Tensor],
     heads: Sequence[int],
+    query_heads: int,
     group: SequenceGroup,
     direction: str,
     batch_first: bool,
@@ -52,45 +58,66 @@ def heads_to_tokens(
     Args:
         pieces_SBMD: tensors of one dtype, any strides. Several pieces can form a block along D.
         heads: H of each block.
+        query_heads: the query heads that the heads of all blocks follow.
         batch_first: whether a result is contiguous as [B, T, H, D] (then x_TBHD is a view of it) or
             as [T, B, H, D]: the caller's own layout, so that no further copy follows.
         pieces_per_block: how many consecutive pieces make each block; one each by default.
     """
     counts = [1] * len(pieces_SBMD) if pieces_per_block is None else list(pieces_per_block)
     out = _heads_to_tokens(
-        list(pieces_SBMD), counts, list(heads), group.size, group.rank, group.name, direction, batch_first
+        list(pieces_SBMD), counts, list(heads), query_heads, group.size, group.rank, group.name, direction, batch_first
     )
     return [x.transpose(0, 1) for x in out] if batch_first else out
 
 
-def own_heads(x_SBW: Tensor, heads: Sequence[int], widths: Sequence[int], group: SequenceGroup) -> list[Tensor]:
+def own_heads(
+    x_SBW: Tensor, heads: Sequence[int], widths: Sequence[int], query_heads: int, group: SequenceGroup
+) -> list[Tensor]:
     """The blocks x_SBMD in what `tokens_to_heads` returned, as views."""
-    counts = [HeadPartition(h, group.size).count(group.rank) for h in heads]
+    counts = [HeadPartition(h, group.size, query_heads).count(group.rank) for h in heads]
     parts = x_SBW.split([m * d for m, d in zip(counts, widths, strict=True)], dim=-1)
     return [x.unflatten(-1, (m, d)) for x, m, d in zip(parts, counts, widths, strict=True)]
 
 
+class TokensToHeads(torch.autograd.Function):
+    """Blocks x_TBHD -> x_SBMD by one all-to-all. Backward: `heads_to_tokens` of all gradients, one all-to-all."""
+
+    @staticmethod
+    def forward(ctx, query_heads: int, group: SequenceGroup, batch_first: bool, *blocks_TBHD: Tensor):
+        ctx.query_heads, ctx.group, ctx.batch_first = query_heads, group, batch_first
+        ctx.heads = [x.shape[2] for x in blocks_TBHD]
+        buffer = tokens_to_heads(blocks_TBHD, query_heads, group, "forward")
+        return tuple(own_heads(buffer, ctx.heads, [x.shape[3] for x in blocks_TBHD], query_heads, group))
+
+    @staticmethod
+    def backward(ctx, *grads_SBMD: Tensor):
+        grads = heads_to_tokens(grads_SBMD, ctx.heads, ctx.query_heads, ctx.group, "backward", ctx.batch_first)
+        return None, None, None, *grads
+
+
 class HeadsToTokens(torch.autograd.Function):
-    """x_SBMD -> x_TBHD by one all-to-all. Backward: `tokens_to_heads` of the gradient, one all-to-all."""
+    """Query heads x_SBMD -> x_TBHD by one all-to-all. Backward: `tokens_to_heads` of the gradient, one all-to-all."""
 
     @staticmethod
     def forward(ctx, x_SBMD: Tensor, heads: int, group: SequenceGroup, batch_first: bool) -> Tensor:
         ctx.group, ctx.heads, ctx.width = group, heads, x_SBMD.shape[-1]
-        return heads_to_tokens([x_SBMD], [heads], group, "forward", batch_first)[0]
+        return heads_to_tokens([x_SBMD], [heads], heads, group, "forward", batch_first)[0]
 
     @staticmethod
     def backward(ctx, grad_TBHD: Tensor):
-        buffer = tokens_to_heads([grad_TBHD], ctx.group, "backward")
-        return own_heads(buffer, [ctx.heads], [ctx.width], ctx.group)[0], None, None, None
+        buffer = tokens_to_heads([grad_TBHD], ctx.heads, ctx.group, "backward")
+        return own_heads(buffer, [ctx.heads], [ctx.width], ctx.heads, ctx.group)[0], None, None, None
 
 
 # The operators. They take plain values, so that a compiled graph can hold them, and wait inside.
 
 
 @torch.library.custom_op("ds_mla_ulysses::tokens_to_heads", mutates_args=())
-def _tokens_to_heads(blocks: Sequence[Tensor], size: int, rank: int, group: str, direction: str) -> Tensor:
+def _tokens_to_heads(
+    blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, group: str, direction: str
+) -> Tensor:
     T, B = blocks[0].shape[:2]
-    partitions = [HeadPartition(x.shape[2], size) for x in blocks]
+    partitions = [HeadPartition(x.shape[2], size, query_heads) for x in blocks]
     widths = [sum(h.count(p) * x.shape[3] for h, x in zip(partitions, blocks, strict=True)) for p in range(size)]
     sent, received = [T * B * w for w in widths], [T * B * widths[rank]] * size
     out = blocks[0].new_empty(size, T, B, widths[rank])
@@ -103,7 +130,7 @@ def _tokens_to_heads(blocks: Sequence[Tensor], size: int, rank: int, group: str,
         for x, h in zip(blocks, partitions, strict=True):
             n = h.count(p)
             to = part[..., offset : offset + n * x.shape[3]].unflatten(-1, (n, x.shape[3]))
-            to.copy_(x[:, :, h.start(p) : h.start(p) + n])
+            to.copy_(x[:, :, h.start(p) : h.stop(p)])
             offset += n * x.shape[3]
     if size > 1:
         arriving = out if arriving is None else arriving
@@ -117,9 +144,9 @@ def _others(x_PTBW: Tensor, rank: int) -> Tensor | None:
 
 
 @_tokens_to_heads.register_fake
-def _(blocks, size, rank, group, direction):
+def _(blocks, query_heads, size, rank, group, direction):
     T, B = blocks[0].shape[:2]
-    width = sum(HeadPartition(x.shape[2], size).count(rank) * x.shape[3] for x in blocks)
+    width = sum(HeadPartition(x.shape[2], size, query_heads).count(rank) * x.shape[3] for x in blocks)
     return blocks[0].new_empty(T * size, B, width)
 
 
@@ -128,6 +155,7 @@ def _heads_to_tokens(
     pieces: Sequence[Tensor],
     pieces_per_block: Sequence[int],
     heads: Sequence[int],
+    query_heads: int,
     size: int,
     rank: int,
     group: str,
@@ -136,7 +164,7 @@ def _heads_to_tokens(
 ) -> list[Tensor]:
     S, B = pieces[0].shape[:2]
     T = S // size
-    partitions = [HeadPartition(h, size) for h in heads]
+    partitions = [HeadPartition(h, size, query_heads) for h in heads]
     block_widths = _block_widths(pieces, pieces_per_block)
     widths = [sum(h.count(p) * d for h, d in zip(partitions, block_widths, strict=True)) for p in range(size)]
 
@@ -163,16 +191,25 @@ def _heads_to_tokens(
     if size > 1:
         all_to_all(arrived, wire.view(-1), received, sent, rank, group, direction)
     out = _empty_blocks(pieces[0], T, B, heads, block_widths, batch_first)
+    wide = accumulation_dtype(out[0].dtype)
+    sums = [
+        torch.empty_like(x, dtype=wide) if h.overlaps and x.dtype != wide else x
+        for x, h in zip(out, partitions, strict=True)
+    ]
     for p, part in enumerate(arrived.split(received)):
         offset = 0
         for i, (h, d) in enumerate(zip(partitions, block_widths, strict=True)):
             n = h.count(p)
-            to = (out[i].transpose(0, 1) if batch_first else out[i])[:, :, h.start(p) : h.start(p) + n]
+            to = (sums[i].transpose(0, 1) if batch_first else sums[i])[:, :, h.start(p) : h.stop(p)]
             if p == rank and not own_travels:
-                _join([x[rank] for x in blocks[i]], to)
+                _join([x[rank] for x in blocks[i]], to, h.shared(p))
             else:
-                to.copy_(part.view(T, B, widths[p])[..., offset : offset + n * d].unflatten(-1, (n, d)))
+                came = part.view(T, B, widths[p])[..., offset : offset + n * d].unflatten(-1, (n, d))
+                _join([came], to, h.shared(p))
             offset += n * d
+    for x, total in zip(out, sums, strict=True):
+        if total is not x:
+            x.copy_(total)
     return out
 
 
@@ -181,14 +218,17 @@ def _grouped(pieces: Sequence[Tensor], pieces_per_block: Sequence[int]) -> list[
     return [[next(remaining) for _ in range(n)] for n in pieces_per_block]
 
 
-def _join(pieces: Sequence[Tensor], to: Tensor) -> None:
-    """Writes pieces side by side along the last dimension."""
+def _join(pieces: Sequence[Tensor], to: Tensor, shared: int = 0) -> None:
+    """Writes pieces side by side along the last dimension; adds to the first `shared` heads, already written."""
     for part, piece in zip(to.split([x.shape[-1] for x in pieces], dim=-1), pieces, strict=True):
-        part.copy_(piece)
+        if shared:
+            part[..., :shared, :].add_(piece[..., :shared, :])
+        if shared < part.shape[-2]:
+            part[..., shared:, :].copy_(piece[..., shared:, :])
 
 
 @_heads_to_tokens.register_fake
-def _(pieces, pieces_per_block, heads, size, rank, group, direction, batch_first):
+def _(pieces, pieces_per_block, heads, query_heads, size, rank, group, direction, batch_first):
     S, B = pieces[0].shape[:2]
     return _empty_blocks(pieces[0], S // size, B, heads, _block_widths(pieces, pieces_per_block), batch_first)
 

@@ -41,7 +41,7 @@ def check_against_oracle(B, T, H, batch_dim_idx, groups=None, dtype=torch.float6
     flip = (lambda x: x.transpose(0, 1)) if batch_dim_idx == 1 else (lambda x: x)
 
     def local_attention(q, k, v, scale):
-        assert q.shape[2] == H // group.size
+        assert q.shape[2] == k.shape[2] == v.shape[2] == H // group.size + (group.rank < H % group.size)
         return flip(causal_attention(flip(q), flip(k), flip(v), scale))
 
     attention = dmu.UlyssesMLAAttention(local_attention, group, nope_dim=N, rope_dim=R, value_dim=V)
@@ -55,7 +55,7 @@ def check_against_oracle(B, T, H, batch_dim_idx, groups=None, dtype=torch.float6
 
 
 @pytest.mark.parametrize("batch_dim_idx", [0, 1])
-@pytest.mark.parametrize("B,T,H", [(1, 5, 4), (2, 7, 8), (3, 1, 4), (2, 4, 4)])
+@pytest.mark.parametrize("B,T,H", [(1, 5, 4), (2, 7, 8), (3, 1, 4), (2, 4, 4), (2, 3, 5), (1, 5, 7)])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_forward_and_gradients(size, B, T, H, batch_dim_idx):
     run_ranks(size, check_against_oracle, B, T, H, batch_dim_idx)
@@ -134,7 +134,7 @@ def bad_call(change):
     import ds_mla_ulysses as dmu
 
     attention = dmu.UlyssesMLAAttention(lambda q, k, v: v, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V)
-    q, kv, k_shared, _ = whole_tensors(2, 4, 6 if change == "heads" else 4, torch.float32)
+    q, kv, k_shared, _ = whole_tensors(2, 4, 3 if change == "heads" else 4, torch.float32)
     if change == "kv":
         kv = kv[..., :-1]
     if change == "rope":
@@ -160,7 +160,7 @@ def bad_call(change):
         ("pending dtype", "one dtype"),
         ("pending layout", "gathered with batch_dim_idx=1, not 0"),
         ("out", "rows and heads of its q"),
-        ("heads", "6 attention heads cannot be shared evenly by 4 ranks"),
+        ("heads", "3 attention heads are too few for 4 ranks"),
     ],
 )
 def test_bad_input_is_refused_on_every_rank(change, message):

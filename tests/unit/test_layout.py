@@ -13,16 +13,58 @@ from ds_mla_ulysses.layout.loss import sequence_loss
 ALONE = SequenceGroup.of(None)
 
 
-@pytest.mark.parametrize("heads,size", [(1, 1), (4, 4), (20, 4), (128, 8)])
-def test_heads_are_consecutive_and_complete(heads, size):
+@pytest.mark.parametrize("heads,size", [(1, 1), (4, 4), (20, 4), (128, 8), (20, 8), (5, 4), (7, 7)])
+def test_query_heads_are_consecutive_complete_and_even(heads, size):
     partition = HeadPartition(heads, size)
-    owned = [range(partition.start(r), partition.start(r) + partition.count(r)) for r in range(size)]
+    owned = [range(partition.start(r), partition.stop(r)) for r in range(size)]
     assert [h for part in owned for h in part] == list(range(heads))
+    counts = [partition.count(r) for r in range(size)]
+    assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1
+    assert not partition.overlaps and all(partition.repeats(r) is None for r in range(size))
 
 
-def test_heads_that_do_not_divide_name_what_does():
-    with pytest.raises(ValueError, match=r"20 attention heads .* by 8 ranks.*\[2, 4, 5, 10, 20\]"):
-        HeadPartition(20, 8)
+def test_the_first_ranks_have_one_head_more():
+    partition = HeadPartition(20, 8)
+    assert [partition.count(r) for r in range(8)] == [3, 3, 3, 3, 2, 2, 2, 2]
+    assert [partition.start(r) for r in range(8)] == [0, 3, 6, 9, 12, 14, 16, 18]
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("query_heads,heads", [(8, 8), (8, 4), (8, 2), (8, 1), (9, 3), (20, 4), (12, 6)])
+def test_every_rank_owns_what_its_query_heads_read(query_heads, heads, size):
+    queries, partition = HeadPartition(query_heads, size), HeadPartition(heads, size, query_heads)
+    read_by = [[q * heads // query_heads for q in range(queries.start(r), queries.stop(r))] for r in range(size)]
+    seen = set()
+    for rank, read in enumerate(read_by):
+        own = list(range(partition.start(rank), partition.start(rank) + partition.count(rank)))
+        assert own == sorted(set(read))
+        assert [head in seen for head in own] == [i < partition.shared(rank) for i in range(len(own))]
+        seen |= set(own)
+        times = [read.count(head) for head in own]
+        assert partition.repeats(rank) == (times if len(set(times)) > 1 else None)
+    assert partition.overlaps == (sum(map(len, map(set, read_by))) > heads)
+
+
+def test_a_shared_head_between_two_ranks():
+    partition = HeadPartition(3, 2, 6)
+    assert [(partition.start(r), partition.count(r), partition.repeats(r)) for r in (0, 1)] == [
+        (0, 2, [2, 1]),
+        (1, 2, [1, 2]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "partition,message",
+    [
+        ((6, 8), r"6 attention heads are too few for 8 ranks.*sp_size <= 6"),
+        ((2, 8, 6), r"6 attention heads are too few for 8 ranks"),
+        ((4, 2, 6), r"6 query heads must be a multiple of the key/value heads, got 4"),
+        ((12, 2, 6), r"6 query heads must be a multiple of the key/value heads, got 12"),
+    ],
+)
+def test_heads_that_cannot_be_shared(partition, message):
+    with pytest.raises(ValueError, match=message):
+        HeadPartition(*partition)
 
 
 def documents(positions, mask=None):
