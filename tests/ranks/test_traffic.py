@@ -1,4 +1,4 @@
-"""What is sent is what the formula says, in three collectives each way, for DeepSeek-V3 widths on 8 ranks."""
+"""What is sent: DeepSeek-V3 on 8 ranks by the formula; other attention no more than stock DeepSpeed sends."""
 
 import pytest
 import torch
@@ -67,3 +67,65 @@ def silent_alone():
 
 def test_a_group_of_one_sends_nothing():
     assert run_ranks(1, silent_alone) == [(0, 0)]
+
+
+def beside_stock(H, G):
+    """One step of stock DeepSpeed and of UlyssesAttention, with the same result: what each all-to-all of them sends."""
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.attention.ulysses import UlyssesAttention
+    from ds_mla_ulysses.integrations.deepspeed import _without_cpu_extension
+
+    with _without_cpu_extension():
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    B, D, rank, size = 2, 6, dist.get_rank(), dist.get_world_size()
+    q, k, v, grad = (torch.randn(B, T, heads, D) for heads in (H, G, G, H))
+    positions = (rank * T + torch.arange(T)).expand(B, T)
+
+    def core(module, q_BMSD, k_BJSD, v_BJSD, mask, **kwargs):
+        k, v = (x.repeat_interleave(q_BMSD.shape[1] // x.shape[1], 1) for x in (k_BJSD, v_BJSD))
+        return (q_BMSD * k.sum(-1, keepdim=True) + v.cumsum(2)).transpose(1, 2), None
+
+    stock = UlyssesSPAttentionHF(core, B, H, D, G, 1, dist.group.WORLD, local_seq_length=T, global_seq_length=T * size)
+    ours = UlyssesAttention(lambda *qkv: core(None, *(x.transpose(1, 2) for x in qkv), None)[0], dist.group.WORLD)
+    sent, original = [], deepspeed.comm.all_to_all_single
+
+    def counted(output, x, *args, **kwargs):
+        sent.append(x.nbytes * (size - 1) // size)
+        return original(output, x, *args, **kwargs)
+
+    def step(attention):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*inputs)
+        out.backward(grad)
+        return [out.detach(), *(x.grad for x in inputs)]
+
+    deepspeed.comm.all_to_all_single = counted
+    try:
+        module = torch.nn.Module()
+        want = step(
+            lambda *qkv: stock(module, *(x.transpose(1, 2) for x in qkv), None, position_ids=positions)[0].view(
+                B, T, H, D
+            )
+        )
+    finally:
+        deepspeed.comm.all_to_all_single = original
+    with dmu.TrafficMeter() as meter:
+        got = step(ours)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    return sent, dict(meter.calls), dict(meter.bytes)
+
+
+@pytest.mark.parametrize("size,H,G", [(2, 4, 4), (2, 8, 2), (4, 8, 4), (4, 4, 2), (4, 4, 1)])
+def test_no_more_than_stock_in_half_the_collectives(size, H, G):
+    for stock, calls, sent in run_ranks(size, beside_stock, H, G):
+        assert len(stock) == 8 and sum(stock) > 0
+        assert calls == {("all_to_all", "forward"): 2, ("all_to_all", "backward"): 2}
+        assert sent["all_to_all", "forward"] == sent["all_to_all", "backward"]
+        assert sum(sent.values()) <= sum(stock)
+        # and stock's is the formula: q and output, and each key/value head for every rank that needs it
+        assert sum(stock) == 2 * 4 * 2 * T * 6 * (2 * H + 2 * max(G, size)) * (size - 1) // size
