@@ -1,0 +1,121 @@
+"""What the benchmarks share: two sides of an exchange in one process group, alternating; medians of the pairs.
+
+A benchmark gives `start` a function that makes, on every rank, a `Comparison`. Ranks are started here
+(gloo, one thread each).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WARMUP = 3
+
+
+@dataclass
+class Comparison:
+    """Sides by name, the one to compare with first: each returns the output of one forward.
+
+    Attributes:
+        inputs: leaves whose gradients are dropped before each turn.
+        grad: the gradient of every side's output.
+        sent: what one forward and backward of a side sends to other ranks, in bytes, asked after the timing.
+    """
+
+    sides: dict[str, Callable[[], Tensor]]
+    inputs: list[Tensor]
+    grad: Tensor
+    sent: Callable[[str], int]
+
+
+class Core(torch.autograd.Function):
+    """A stand-in for attention: its gradients are new tensors, as a kernel's are. The forward is a benchmark's own."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.empty_like(x, memory_format=torch.contiguous_format).fill_(1e-3) for x in ctx.saved_tensors)
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=doc.splitlines()[0])
+    found.add_argument("--ranks", type=int, default=2)
+    found.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
+    found.add_argument("--dtype", choices=DTYPES, default="bf16")
+    found.add_argument("--pairs", type=int, default=21)
+    found.add_argument("--json", action="store_true")
+    return found
+
+
+def start(compare: Callable[[argparse.Namespace], Comparison], arguments: argparse.Namespace) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    mp.spawn(_run, args=(compare, arguments, tempfile.mktemp()), nprocs=arguments.ranks)
+
+
+def traffic_of(step: Callable[[], Any]) -> int:
+    """Bytes that this package sends to other ranks in a step."""
+    import ds_mla_ulysses as dmu
+
+    with dmu.TrafficMeter() as meter:
+        step()
+    return meter.total_bytes
+
+
+def _run(rank: int, compare: Callable[[argparse.Namespace], Comparison], args: argparse.Namespace, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    import deepspeed
+
+    from ds_mla_ulysses.integrations.deepspeed import without_cpu_extension
+
+    with without_cpu_extension():
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    this = compare(args)
+    times: dict[str, list[float]] = {name: [] for name in this.sides}
+    for pair in range(args.pairs + WARMUP):
+        for name, side in this.sides.items():
+            for x in this.inputs:
+                x.grad = None
+            dist.barrier()
+            begin = time.perf_counter()
+            side().backward(this.grad)
+            dist.barrier()
+            if pair >= WARMUP:
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    sent = {name: this.sent(name) for name in this.sides}
+    if rank == 0:
+        base = next(iter(times.values()))
+        rows = [
+            {
+                "side": name,
+                "MB": round(sent[name] / 1e6, 2),
+                "ms": round(statistics.median(ms), 2),
+                "ratio": round(statistics.median(b / m for b, m in zip(base, ms, strict=True)), 3),
+            }
+            for name, ms in times.items()
+        ]
+        if args.json:
+            print(
+                json.dumps({"rows": rows, "torch": torch.__version__, "deepspeed": deepspeed.__version__} | vars(args))
+            )
+        else:
+            for row in rows:
+                print("{side:18} {MB:8.2f} MB sent {ms:9.2f} ms  {ratio:6.3f}x".format(**row))
+    sys.stdout.flush()
+    os._exit(0)
