@@ -20,24 +20,32 @@ from .version import __version__
 _WHERE = {
     "Handle": "hf.handle",
     "SequenceGroup": "comm.group",
+    "ShardedDataLoader": "integrations.dataloader",
     "TrafficMeter": "comm.traffic",
+    "UlyssesAttention": "attention.ulysses",
     "UlyssesMLAAttention": "attention.mla",
     "UnsupportedModelError": "hf.families",
+    "handle_of": "hf.patch",
     "initialize": "integrations.deepspeed",
+    "install": "integrations.trainer",
     "parallelize": "hf.patch",
     "shard_batch": "layout.batch",
+    "uninstall": "integrations.trainer",
 }
 
 __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:
     from .attention.mla import UlyssesMLAAttention
+    from .attention.ulysses import UlyssesAttention
     from .comm.group import SequenceGroup
     from .comm.traffic import TrafficMeter
     from .hf.families import UnsupportedModelError
     from .hf.handle import Handle
-    from .hf.patch import parallelize
+    from .hf.patch import handle_of, parallelize
+    from .integrations.dataloader import ShardedDataLoader
     from .integrations.deepspeed import initialize
+    from .integrations.trainer import install, uninstall
     from .layout.batch import shard_batch
 
 

@@ -25,6 +25,20 @@ FAMILIES = (
     "longcat_flash",
 )
 
+#: Families with multi-head, grouped or multi-query attention. Gemma 2 and GPT-OSS run eagerly only.
+DENSE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "mixtral",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "phi3",
+)
+
 # Attention implementations, measured with transformers 5.24 on a CPU:
 #   sdpa            every family.
 #   eager           every family, but its softmax is in fp32: 1e-5 away from sdpa in fp64 too.
@@ -99,17 +113,37 @@ def _families() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def tiny_config(family: str, heads: int = 4, layers: int = 2, **overrides: Any) -> Any:
+def _dense() -> dict[str, dict[str, Any]]:
+    """What each family with ordinary heads adds; windows of 8 tokens where the family has them."""
+    experts = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+    slides = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+    return {
+        "llama": {},  # Llama 3
+        "qwen2": slides | dict(use_sliding_window=True, max_window_layers=1),  # Qwen2.5: biases on q, k, v
+        "qwen3": dict(head_dim=16),  # Qwen3: norms of q and k, head_dim apart from hidden_size
+        "qwen3_moe": experts | dict(num_experts=8, head_dim=16),
+        "mistral": dict(sliding_window=8),  # Mistral 7B v0.1: every layer slides
+        "mixtral": dict(num_experts_per_tok=2, num_local_experts=8, sliding_window=None),
+        "gemma2": slides | dict(head_dim=16, query_pre_attn_scalar=16),  # soft caps of scores
+        "gemma3_text": slides | dict(head_dim=16, query_pre_attn_scalar=16),  # Gemma 3: two ropes
+        "gpt_oss": slides | dict(head_dim=16, num_experts_per_tok=2, num_local_experts=8),  # sinks of each head
+        "phi3": dict(sliding_window=None),  # Phi-3, Phi-4-mini: one projection for q, k, v
+    }
+
+
+def tiny_config(family: str, heads: int = 4, layers: int = 2, kv_heads: int | None = None, **overrides: Any) -> Any:
     """The family's own config class, scaled down. Experts run eagerly, which fp64 needs.
 
     Args:
+        kv_heads: key-value heads, of DENSE families; as many as heads by default.
         layers: attention layers; LongCat-Flash has two in each decoder layer, so there it is even.
     """
     from transformers import AutoConfig
 
-    if family not in FAMILIES:
-        raise ValueError(f"family is {family!r}, wanted one of {', '.join(FAMILIES)}")
-    settings = _COMMON | _WIDTHS | _families()[family] | dict(num_attention_heads=heads, num_key_value_heads=heads)
+    if family not in FAMILIES + DENSE:
+        raise ValueError(f"family is {family!r}, wanted one of {', '.join(FAMILIES + DENSE)}")
+    own = _dense()[family] if family in DENSE else _WIDTHS | _families()[family]
+    settings = _COMMON | own | dict(num_attention_heads=heads, num_key_value_heads=kv_heads or heads)
     if family == "longcat_flash":
         assert layers % 2 == 0, f"longcat_flash has two attentions per decoder layer, layers is {layers}"
         settings.pop("intermediate_size")

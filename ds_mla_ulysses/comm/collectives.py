@@ -62,6 +62,21 @@ def gather_now(x: Tensor, group: SequenceGroup, direction: str) -> Tensor:
     return wait(start_all_gather(x.contiguous(), group.size, group.name, direction))
 
 
+def exchange_bytes(parts: list[bytes], received: list[int], group: SequenceGroup, device: torch.device) -> list[bytes]:
+    """Sends parts[p] to rank p; what each rank sent here, of which `received[p]` bytes come from rank p.
+
+    Args:
+        device: where the group's backend takes its buffers from.
+    """
+    if group.size == 1:
+        return list(parts)
+    sent = [len(part) for part in parts]
+    wire = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)[: sum(sent)].to(device)
+    out = wire.new_empty(sum(received))
+    all_to_all(out, wire, received, sent, group.rank, group.name, "setup")
+    return [part.cpu().numpy().tobytes() for part in out.split(received)]
+
+
 @torch.library.custom_op("ds_mla_ulysses::gather_start", mutates_args=())
 def gather_start(x_TBR: Tensor, size: int, group: str) -> Tensor:
     """Starts gathering x over the sequence: *pending* [S, B, R], for an operator that waits inside."""

@@ -1,6 +1,6 @@
-"""Which modules of a Hugging Face model are MLA, and what has to be refused and why.
+"""Which modules of a Hugging Face model attend, and what has to be refused and why.
 
-Everything is read from the modules, never from the config: `config.head_dim` is R in most models and
+MLA widths are read from the modules, never from the config: `config.head_dim` is R in most models and
 N+R in others.
 """
 
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
-#: Model types that the tests train; others with the same modules work with a warning.
+#: Model types that the tests train; others with the same modules work with a warning. First those with MLA.
 TESTED = (
     "deepseek_v2",
     "deepseek_v3",
@@ -23,7 +22,23 @@ TESTED = (
     "mistral4",
     "axk1",
     "longcat_flash",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "mixtral",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "phi3",
 )
+
+#: Layer types whose masks follow from positions, documents and a window.
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+#: Mask functions of transformers that text models may call; others build masks that positions do not tell.
+_MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
+_ALONE = "train it without sequence parallelism"
 
 
 class UnsupportedModelError(ValueError):
@@ -55,12 +70,12 @@ class MLAWidths:
 
 
 @dataclass(frozen=True)
-class MLAModel:
+class AttentionModel:
     """What of a model is patched.
 
     Attributes:
         text_model: the module whose forward makes position ids and masks.
-        layers: its MLA attention modules, in order.
+        layers: its attention modules, in order.
         model_type: as in the text model's config.
     """
 
@@ -69,37 +84,59 @@ class MLAModel:
     model_type: str
 
 
-def find_mla(model: nn.Module) -> MLAModel:
-    """The MLA layers of a Hugging Face model and the text model that holds them.
+def find_attention(model: nn.Module) -> AttentionModel:
+    """The attention layers of a Hugging Face model and the text model that holds them.
 
     Raises:
-        UnsupportedModelError: no supported MLA layers, or some feature that would be silently wrong.
+        UnsupportedModelError: no supported attention layers, or some feature that would be silently wrong.
     """
     from transformers import PreTrainedModel
 
     name = _name(model)
-    layers = [m for m in model.modules() if hasattr(m, "kv_lora_rank") and hasattr(m, "kv_b_proj")]
-    if not layers:
+    mla = [m for m in model.modules() if is_mla(m)]
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    if mla:
+        owners = [m for m in models if {id(x) for x in m.modules()} >= set(map(id, mla))]
+    else:
+        # A model with images or sounds has other attention too: the text model is the one of the text config.
+        texts = {(type(c), c.model_type) for c in (m.config.get_text_config() for m in models[:1])}
+        owners = [m for m in models if (type(m.config), m.config.model_type) in texts and _layers(m)]
+    if not owners and models:
         raise UnsupportedModelError(
-            f"{name} has no Multi-head Latent Attention layer: parallelize supports {', '.join(TESTED)}."
+            f"{name} has no layer that calls transformers' attention interface: parallelize supports decoders such as "
+            f"{', '.join(TESTED)}."
         )
-    owners = [
-        m
-        for m in model.modules()
-        if isinstance(m, PreTrainedModel) and {id(x) for x in m.modules()} >= set(map(id, layers))
-    ]
     if not owners:
         raise UnsupportedModelError(
             f"{name} is not a transformers PreTrainedModel around its attention layers, so positions and masks cannot "
             "be followed: load it with AutoModelForCausalLM (remote code: load it natively, without trust_remote_code), "
-            "or use UlyssesMLAAttention in your own model."
+            "or use UlyssesMLAAttention or UlyssesAttention in your own model."
         )
     text_model = owners[-1]  # the innermost, since modules() goes from the outside in
-    config = text_model.config
-    _refuse_model(name, model, text_model, config, layers)
+    layers = _layers(text_model)
+    _refuse_model(name, model, text_model, layers)
     for layer in layers:
-        _refuse_layer(name, layer)
-    return MLAModel(text_model, tuple(layers), config.model_type)
+        (_refuse_mla_layer if is_mla(layer) else _refuse_layer)(name, layer)
+    return AttentionModel(text_model, tuple(layers), text_model.config.model_type)
+
+
+def is_mla(module: nn.Module) -> bool:
+    """Whether the module is Multi-head Latent Attention."""
+    return hasattr(module, "kv_lora_rank") and hasattr(module, "kv_b_proj")
+
+
+def _layers(text_model: nn.Module) -> list[nn.Module]:
+    return [m for m in text_model.modules() if is_mla(m) or "get_interface" in _names(m)]
+
+
+def _names(module: nn.Module) -> set[str]:
+    """The names that a module's own forward uses, beneath decorators and offloading hooks."""
+    code = getattr(inspect.unwrap(vars(module).get("_old_forward", module.forward)), "__code__", None)
+    if code is None:
+        return set()
+    # Keywords of calls are tuples among the constants.
+    keywords = (word for constant in code.co_consts if isinstance(constant, tuple) for word in constant)
+    return {*code.co_names, *(word for word in keywords if isinstance(word, str))}
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -112,23 +149,38 @@ def _name(model: nn.Module) -> str:
     return type(model).__name__ + (f" ({model_type})" if model_type else "")
 
 
-def _refuse_model(name: str, model: nn.Module, text_model: nn.Module, config: Any, layers: list[nn.Module]) -> None:
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()) or any(
-        hasattr(m, "A_log") or "DeltaAttention" in type(m).__name__ for m in text_model.modules()
+def _refuse_model(name: str, model: nn.Module, text_model: nn.Module, layers: list[nn.Module]) -> None:
+    config = text_model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder with a decoder; only decoders are supported: {_ALONE}.")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if "linear_attention" in others or any(
+        hasattr(m, "A_log") or isinstance(m, nn.Conv1d) or "DeltaAttention" in type(m).__name__
+        for m in text_model.modules()
     ):
         raise UnsupportedModelError(
             f"{name} has linear-attention layers, whose state would restart on every rank: train it without sequence "
             "parallelism until those layers are supported."
         )
-    others = [
+    if others and not any(hasattr(m, "indexer") for m in text_model.modules()):
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(others)}, whose masks are not followed by this package (only "
+            f"{' and '.join(sorted(_LAYER_TYPES))} are): {_ALONE}."
+        )
+    masks = {word for word in _names(text_model) if word.startswith("create_") and word.endswith("_mask")} - _MASKS
+    if masks or getattr(config, "use_bidirectional_attention", False):
+        what = ", ".join(sorted(masks)) or "use_bidirectional_attention"
+        raise UnsupportedModelError(f"{name} masks by more than causality, documents and windows ({what}): {_ALONE}.")
+    unknown = {
         type(m).__name__
         for m in text_model.modules()
         if m not in layers and hasattr(m, "num_key_value_groups") and hasattr(m, "o_proj")
-    ]
-    if others:
+    }
+    if unknown:
         raise UnsupportedModelError(
-            f"{name} mixes MLA with other attention layers ({sorted(set(others))}), which would see one rank's tokens "
-            "only: train it without sequence parallelism."
+            f"{name} has attention layers ({', '.join(sorted(unknown))}) that do not call transformers' attention "
+            "interface (a fused kernel replaces it), so they would see one rank's tokens only: load the model without "
+            f"them (use_kernels=False), or {_ALONE}."
         )
     pooled = ("SequenceClassification", "QuestionAnswering", "RewardModel")
     if any(word in type(model).__name__ for word in pooled):
@@ -139,20 +191,30 @@ def _refuse_model(name: str, model: nn.Module, text_model: nn.Module, config: An
 
 
 def _refuse_layer(name: str, layer: nn.Module) -> None:
+    kind = type(layer).__name__
+    if getattr(layer, "is_causal", True) is False or "Cross" in kind:
+        raise UnsupportedModelError(f"{name}: {kind} is not causal self-attention: {_ALONE}.")
+    types, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
+    slides = types is not None and index is not None and types[index] == "sliding_attention"
+    if slides and "sliding_window" not in _names(layer):
+        raise UnsupportedModelError(
+            f"{name}: {kind} does not hand its sliding window to the attention function, so it would be lost: {_ALONE}."
+        )
+
+
+def _refuse_mla_layer(name: str, layer: nn.Module) -> None:
     if getattr(layer, "indexer", None) is not None or hasattr(layer, "skip_topk"):
         raise UnsupportedModelError(
             f"{name} selects keys with a sparse indexer, which is built on the local length and would choose among one "
             "rank's tokens: use a dense MLA model, or train it without sequence parallelism."
         )
-    forward = inspect.unwrap(vars(layer).get("_old_forward", layer.forward))
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
     if not hasattr(layer, "expand_kv"):
         raise UnsupportedModelError(
             f"{name}: {type(layer).__name__} has no expand_kv, the place where its keys and values are made. If the model "
             "comes with remote code, load it natively (without trust_remote_code, for example as deepseek_v3); "
             "otherwise upgrade to transformers >= 5.15."
         )
-    if not {"expand_kv", "get_interface"} <= set(names):
+    if not {"expand_kv", "get_interface"} <= _names(layer):
         raise UnsupportedModelError(
             f"{name}: the forward of {type(layer).__name__} does not call expand_kv and the attention interface (a fused "
             "kernel replaces it), so its heads cannot be exchanged: load the model without fused MLA kernels "

@@ -81,7 +81,8 @@ class Handle:
 
         A collective of the whole world: every rank calls it, with its shards of all micro-batches.
         """
-        return count_items([shard["shift_labels"] for shard in shards], self.group.size * self.data_size)
+        everyone = SequenceGroup.of(dist.group.WORLD) if self.data_size > 1 else self.group
+        return count_items([shard["shift_labels"] for shard in shards], everyone)
 
     def sum_gradients(self, model: nn.Module | None = None, group: dist.ProcessGroup | None = None) -> None:
         """Replaces every gradient by its sum over the group's ranks; for loops without an engine.
@@ -114,9 +115,8 @@ class Handle:
     def paused(self) -> Iterator[None]:
         """The plain model, one process, inside the block: for generation and short evaluation.
 
-        Raises (when the model is called): RuntimeError under gradient checkpointing with gradients
-        enabled, since the recomputation can run after the block has ended. A checkpoint that you put
-        around the whole model cannot be noticed: do not use one inside the block.
+        Gradient checkpointing of layers may recompute after the block has ended. A checkpoint that you put
+        around the whole model would recompute with all ranks: do not use one inside the block.
         """
         before = self._pause(True)
         try:

@@ -1,11 +1,12 @@
 """The local attention: the Hugging Face function that the user chose, on whole sequences of the own heads.
 
-Letters: B batch · S all tokens · M own heads · K key width · V value width.
+Letters: B batch · S all tokens · M own query heads · G own key-value heads · K key width · V value width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 from ..layout.documents import Documents
 
 #: Arguments of attention functions that change the result and that this exchange does not carry.
-_REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
+_REFUSED = ("position_bias", "head_mask")
+#: Queries that share one mask where a window has to be masked: the mask is this by window + this.
+_WINDOW_BLOCK = 256
 
 
 class LocalKernel:
-    """Calls one Hugging Face attention function with documents in the form that it takes.
+    """Calls one Hugging Face attention function with documents and window in the form that it takes.
 
-    sdpa: one causal call per document, so that no S x S mask ever exists. flash: cu_seqlens. flex: a
-    block mask. eager: an explicit mask, quadratic in S.
+    sdpa: one causal call per document, so that no S x S mask ever exists; with a window, one call per
+    block of queries. flash: cu_seqlens. flex: a block mask. eager: an explicit mask, quadratic in S.
 
     Args:
         module: the attention module; only looked at.
@@ -30,18 +33,29 @@ class LocalKernel:
     """
 
     def __init__(self, module: nn.Module, config: Any, function: Callable[..., tuple[Tensor, Any]]) -> None:
-        self.module, self.function = _StandIn(module, config), function
+        self.module, self.config, self.function = module, config, function
         name = config._attn_implementation
         forms = {"sdpa": self._per_document, "eager": self._eager, "flex_attention": self._flex}
-        self._attend = self._varlen if "flash" in name else forms.get(name)
+        self._attend = self._varlen if "flash" in (name or "") else forms.get(name)
         if self._attend is None:
             raise ValueError(
                 f"attn_implementation={name!r} is not supported: load the model with 'sdpa', 'flash_attention_2', "
                 "'flash_attention_3', 'flash_attention_4', 'flex_attention' or 'eager'."
             )
 
-    def check(self, dropout: float = 0.0, is_causal: bool | None = None, **kwargs: Any) -> None:
-        """Raises ValueError for arguments that would be dropped in silence. Before any collective."""
+    def settings(
+        self,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What of a call's keyword arguments `__call__` needs.
+
+        Raises:
+            ValueError: for those that would be dropped in silence. Before any collective.
+        """
         if dropout:
             raise ValueError(
                 f"attention dropout ({dropout}) would differ from one process, since every rank draws its own numbers: "
@@ -52,56 +66,105 @@ class LocalKernel:
         for name in _REFUSED:
             if kwargs.get(name) is not None:
                 raise ValueError(f"{name} is not supported under sequence parallelism: load the model without it.")
+        passed_on = {name: kwargs[name] for name in ("softcap", "s_aux") if kwargs.get(name) is not None}
+        return {"scaling": scaling, "window": sliding_window, **passed_on}
 
     # Documents are Python numbers: traced, each layout would be a graph of its own.
     @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, scaling: float | None) -> Tensor:
-        """q_BSMK, k_BSMK, v_BSMV -> out_BSMV."""
-        return self._attend(*(x.transpose(1, 2) for x in (q, k, v)), documents, scaling)
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        documents: Documents,
+        scaling: float | None,
+        window: int | None = None,
+        **settings: Any,
+    ) -> Tensor:
+        """q_BSMK, k_BSGK, v_BSGV -> out_BSMV.
+
+        Args:
+            window: how many tokens back a token sees, itself included.
+            **settings: further arguments of the function; `s_aux` (attention sinks) of the own heads.
+        """
+        # The function may look at the module: for how often keys repeat here, and for sinks.
+        own = {"num_key_value_groups": q.shape[2] // k.shape[2]}
+        if settings.get("s_aux") is not None:
+            own["sinks"] = settings["s_aux"]
+        call = partial(
+            self._call, _StandIn(self.module, config=self.config, **own), dropout=0.0, scaling=scaling, **settings
+        )
+        return self._attend(call, *(x.transpose(1, 2) for x in (q, k, v)), documents, window)
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """The unpatched call, [B, H, S, .] as Hugging Face hands them."""
-        return self.function(self.module, q, k, v, attention_mask, **kwargs)
+        return self.function(_StandIn(self.module, config=self.config), q, k, v, attention_mask, **kwargs)
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None, **kwargs: Any) -> Tensor:
-        return self.plain(q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)[0]
+    def _call(self, module: _StandIn, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Tensor:
+        return self.function(module, q, k, v, mask, **kwargs)[0]
 
-    def _per_document(self, q, k, v, documents: Documents, scaling):
+    def _per_document(self, call, q, k, v, documents: Documents, window):
         if documents.one_per_row:
-            return self._call(q, k, v, None, scaling, is_causal=True)
+            return _causal(call, q, k, v, window)
         rows: dict[int | None, list[Tensor]] = {}
         for row, start, end in documents.segments:
             part = (x[slice(None) if row is None else slice(row, row + 1), :, start:end] for x in (q, k, v))
-            rows.setdefault(row, []).append(self._call(*part, None, scaling, is_causal=True))
+            rows.setdefault(row, []).append(_causal(call, *part, window))
         return _without_padding(torch.cat([torch.cat(parts, dim=1) for parts in rows.values()]), documents)
 
-    def _eager(self, q, k, v, documents: Documents, scaling):
-        mask = torch.zeros_like(documents.allowed_B1SS, dtype=q.dtype)
+    def _eager(self, call, q, k, v, documents: Documents, window):
+        allowed = documents.allowed_B1SS
+        if window is not None:
+            allowed = allowed & _in_window(0, documents.length, 0, documents.length, window, q.device)
+        mask = torch.zeros_like(allowed, dtype=q.dtype)
         # Eager functions take the softmax in fp32, where the lowest fp64 number is -inf and an empty row NaN.
         lowest = max(torch.finfo(q.dtype).min, torch.finfo(torch.float32).min)
-        mask.masked_fill_(~documents.allowed_B1SS, lowest)
-        return self._call(q, k, v, mask, scaling)
+        mask.masked_fill_(~allowed, lowest)
+        return call(q, k, v, mask)
 
-    def _varlen(self, q, k, v, documents: Documents, scaling):
+    def _varlen(self, call, q, k, v, documents: Documents, window):
+        call = partial(call, q, k, v, None, is_causal=True, sliding_window=window)
         if documents.one_per_row:
-            return self._call(q, k, v, None, scaling, is_causal=True)
+            return call()
         lengths = {"cu_seq_lens_q": documents.cu_seqlens, "cu_seq_lens_k": documents.cu_seqlens}
         longest = {"max_length_q": documents.longest, "max_length_k": documents.longest}
-        return _without_padding(self._call(q, k, v, None, scaling, is_causal=True, **lengths, **longest), documents)
+        return _without_padding(call(**lengths, **longest), documents)
 
-    def _flex(self, q, k, v, documents: Documents, scaling):
+    def _flex(self, call, q, k, v, documents: Documents, window):
         from torch.nn.attention.flex_attention import create_block_mask
 
-        if "flex" not in documents.kernel_cache:
+        if ("flex", window) not in documents.kernel_cache:
             ids_BS = documents.ids_BS
 
-            def same_document(b, h, i, j):
-                return (i >= j) & (ids_BS[b, i] == ids_BS[b, j]) & (ids_BS[b, j] > 0)
+            def seen(b, h, i, j):
+                same_document = (i >= j) & (ids_BS[b, i] == ids_BS[b, j]) & (ids_BS[b, j] > 0)
+                return same_document if window is None else same_document & (i - j < window)
 
-            documents.kernel_cache["flex"] = create_block_mask(
-                same_document, documents.batch, None, documents.length, documents.length, device=q.device
+            documents.kernel_cache["flex", window] = create_block_mask(
+                seen, documents.batch, None, documents.length, documents.length, device=q.device
             )
-        return self._call(q, k, v, documents.kernel_cache["flex"], scaling)
+        return call(q, k, v, documents.kernel_cache["flex", window])
+
+
+def _causal(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """One document [B, H, n, .], causal, without a mask that is quadratic in n."""
+    n = q.shape[2]
+    if window is None or n <= window:
+        return call(q, k, v, None, is_causal=True)
+    parts = []
+    for start in range(0, n, _WINDOW_BLOCK):
+        stop, first = min(n, start + _WINDOW_BLOCK), max(0, start - window + 1)
+        mask = _in_window(start, stop, first, stop, window, q.device)
+        keys = slice(first, stop)
+        parts.append(call(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], mask[None, None], is_causal=False))
+    return torch.cat(parts, dim=1)
+
+
+def _in_window(start: int, stop: int, first: int, last: int, window: int, device: torch.device) -> Tensor:
+    """bool [stop-start, last-first]: which keys from `first` on the queries from `start` on may see."""
+    distance = torch.arange(start, stop, device=device).unsqueeze(1) - torch.arange(first, last, device=device)
+    return (distance >= 0) & (distance < window)
 
 
 def _without_padding(out_BSMV: Tensor, documents: Documents) -> Tensor:
@@ -112,10 +175,10 @@ def _without_padding(out_BSMV: Tensor, documents: Documents) -> Tensor:
 
 
 class _StandIn:
-    """The attention module as an attention function sees it, with the config that names its own kernel."""
+    """The attention module as an attention function sees it, with some attributes of its own."""
 
-    def __init__(self, module: nn.Module, config: Any) -> None:
-        self._module, self.config = module, config
+    def __init__(self, module: nn.Module, **own: Any) -> None:
+        vars(self).update(own, _module=module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

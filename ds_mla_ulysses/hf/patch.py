@@ -4,7 +4,7 @@ What is replaced, on this model only (every entry is put back by `Handle.restore
 
 | where                       | what                                                                             |
 |-----------------------------|----------------------------------------------------------------------------------|
-| each MLA attention module   | `expand_kv` hands the latents through; `config` is a copy that names our function |
+| each attention module       | `config` is a copy that names our function; with MLA, `expand_kv` hands the latents through |
 | the text model              | `config` is that copy (so no local mask is built); a forward pre-hook            |
 | its rotary embedding        | hooks, where its frequencies depend on the longest position                      |
 | the given model             | a forward pre-hook that refuses what would be wrong on a part of the sequence    |
@@ -13,7 +13,8 @@ and one entry, under a name of our own, is added to transformers' attention func
 forward is sequence-parallel is told by its `Documents`, a keyword argument that Hugging Face hands
 down to the attention function, recomputation included: nothing about a forward is kept on the model.
 
-Letters: B batch · T this rank's tokens · H heads · L latent · R rope key · K, V head widths · P = N+V.
+Letters: B batch · T this rank's tokens · H heads · G key-value heads · L latent · R rope key · K, V head
+widths · P = N+V.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..attention.mla import UlyssesMLAAttention
+from ..attention.ulysses import UlyssesAttention
 from ..comm.group import SequenceGroup, gather_objects, raise_first, split_world
+from ..layout.batch import SHARDED
 from ..layout.documents import Documents, gather_documents
 from ..layout.heads import HeadPartition
-from .families import TESTED, MLAModel, MLAWidths, find_mla, is_patched
+from .families import TESTED, AttentionModel, MLAWidths, find_attention, is_mla, is_patched
 from .handle import Handle
 from .kernel import LocalKernel
 
@@ -77,25 +80,29 @@ def parallelize(
     sp_size: int | None = None,
     group: SequenceGroup | dist.ProcessGroup | None = None,
     strategy: str = "packed",
+    by_batch: bool = False,
 ) -> Handle:
-    """Makes a Hugging Face MLA model attend over sequences that ranks share.
+    """Makes a Hugging Face decoder attend over sequences that ranks share.
 
     The model is patched in place; parameters, state-dict keys and every other model in the process are
     untouched. Its attention backend stays the one that it was loaded with. Every process of the job
     has to make this call. torch.distributed is initialised if nobody has (gloo on a CPU).
 
     Args:
-        model: a transformers >= 5.15 model with MLA layers.
+        model: a transformers >= 5.15 model with MLA, multi-head, grouped or multi-query attention.
         sp_size: ranks that share a sequence, consecutive ones; all ranks of the job by default.
         group: the process group to use instead; the groups of all ranks must divide the world evenly.
-        strategy: "packed": queries and compact keys-values of the heads travel, the shared key is gathered.
+        strategy: "packed": what the heads need travels in one all-to-all; the shared key of MLA is gathered.
+        by_batch: only forwards that are given `ulysses_sharded=True`, as the batches of
+            `ShardedDataLoader` have it, are sequence-parallel, and all others those of the plain model. By
+            default all are, but for those inside `handle.paused()`.
 
     Returns:
         the Handle. Forwards now take this rank's part of a batch (see `shard_batch`).
 
     Raises:
         UnsupportedModelError: the model would be silently wrong; says what to do instead.
-        ValueError: heads that the ranks cannot share, bad groups, an unknown strategy.
+        ValueError: fewer heads than ranks, bad groups, an unknown strategy.
         RuntimeError: the model is parallelized already.
     """
     if strategy not in STRATEGIES:
@@ -106,20 +113,29 @@ def parallelize(
         raise ValueError("give sp_size or group, not both.")
     if is_patched(model):
         raise RuntimeError("the model is parallelized already: call restore() of its handle first.")
-    mla = find_mla(model)
-    if mla.model_type not in TESTED and getattr(model.config, "model_type", None) not in TESTED:
+    found = find_attention(model)
+    if found.model_type not in TESTED and getattr(model.config, "model_type", None) not in TESTED:
         warnings.warn(
-            f"{mla.model_type} has the MLA layers of the models that this package is tested with ({', '.join(TESTED)}), "
-            "but was not tested itself: compare one step with one process before you trust it.",
+            f"{found.model_type} has attention layers like those of the models that this package is tested with "
+            f"({', '.join(TESTED)}), but was not tested itself: compare one step with one process before you trust it.",
             stacklevel=2,
         )
-    kernels = [_kernel(layer) for layer in mla.layers]
+    kernels = [_kernel(layer) for layer in found.layers]
     _init_distributed()
     sequence_group, data_rank, data_size = _groups(sp_size, group)
-    for layer in mla.layers:
-        HeadPartition(MLAWidths.of(layer).heads, sequence_group.size)
-    patch = _Patch(model, mla, sequence_group, kernels)
-    return Handle(model, sequence_group, data_rank, data_size, strategy, patch.pause, patch.undo)
+    for layer in found.layers:
+        heads = MLAWidths.of(layer).heads if is_mla(layer) else getattr(layer.config, "num_attention_heads", None)
+        if heads is not None:
+            HeadPartition(heads, sequence_group.size)
+    patch = _Patch(model, found, sequence_group, kernels, by_batch)
+    handle = Handle(model, sequence_group, data_rank, data_size, strategy, patch.pause, patch.undo)
+    patch.attach(handle)
+    return handle
+
+
+def handle_of(model: nn.Module) -> Handle | None:
+    """The Handle of a parallelized model, of one that contains it or of its engine; None if there is none."""
+    return next((vars(m)["_ulysses_handle"] for m in model.modules() if "_ulysses_handle" in vars(m)), None)
 
 
 class _NotCopied:
@@ -133,9 +149,9 @@ class _NotCopied:
 class _Layer(_NotCopied):
     """What the attention function needs of one patched module."""
 
-    attention: UlyssesMLAAttention
+    attention: UlyssesMLAAttention | UlyssesAttention
     kernel: LocalKernel
-    expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # of MLA
 
 
 def _kernel(layer: nn.Module) -> LocalKernel:
@@ -147,23 +163,36 @@ def _kernel(layer: nn.Module) -> LocalKernel:
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):
-    """The attention function of patched modules. query [B,H,T,K]; key, value are the latents of expand_kv."""
+    """The attention function of patched modules. query [B,H,T,K]; key, value [B,G,T,.], or the latents of expand_kv."""
     layer: _Layer = vars(module)["_ulysses"]
     documents: Documents | None = kwargs.pop(DOCUMENTS, None)
-    if documents is None:  # a forward of the plain model: paused, or a layer called by itself
-        return layer.kernel.plain(query, *layer.expand_kv(key, value), attention_mask, **kwargs)
-    layer.kernel.check(**kwargs)
-    query_BTHK, k_shared_BTR = query.transpose(1, 2), value.squeeze(1)
+    if documents is None:  # a forward of the plain model, or a layer called by itself
+        if layer.expand_kv is not None:
+            key, value = layer.expand_kv(key, value)
+        return layer.kernel.plain(query, key, value, attention_mask, **kwargs)
+    settings = layer.kernel.settings(**kwargs) | {"documents": documents}
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # rope in fp32 has widened both; kernels take them narrow
-        query_BTHK, k_shared_BTR = (x.to(torch.get_autocast_dtype(device)) for x in (query_BTHK, k_shared_BTR))
-    # First the gather, then the projection under which it travels.
-    pending = layer.attention.gather_shared_key(k_shared_BTR)
-    kv_BTHP = module.kv_b_proj(key).unflatten(-1, (query.shape[1], -1)).squeeze(1)
-    out_BTHV = layer.attention(
-        query_BTHK, kv_BTHP, pending, 0, None, documents=documents, scaling=kwargs.get("scaling")
-    )
+    if torch.is_autocast_enabled(device):  # rope in fp32 has widened some of them; kernels take them narrow
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    query_BTHK = query.transpose(1, 2)
+    if layer.expand_kv is None:
+        if settings.get("s_aux") is not None:
+            settings["s_aux"] = settings["s_aux"][layer.attention.query_heads(query.shape[1])]
+        out_BTHV = layer.attention(query_BTHK, key.transpose(1, 2), value.transpose(1, 2), 0, None, **settings)
+    else:
+        # First the gather, then the projection under which it travels.
+        pending = layer.attention.gather_shared_key(value.squeeze(1))
+        kv_BTHP = module.kv_b_proj(key).unflatten(-1, (query.shape[1], -1)).squeeze(1)
+        out_BTHV = layer.attention(query_BTHK, kv_BTHP, pending, 0, None, **settings)
     return out_BTHV, None
+
+
+def _layer(module: nn.Module, kernel: LocalKernel, group: SequenceGroup) -> _Layer:
+    if not is_mla(module):
+        return _Layer(UlyssesAttention(kernel, group), kernel, None)
+    widths = MLAWidths.of(module)
+    attention = UlyssesMLAAttention(kernel, group, nope_dim=widths.nope, rope_dim=widths.rope, value_dim=widths.value)
+    return _Layer(attention, kernel, module.expand_kv)
 
 
 def _latents_as_they_are(kv_nope_B1TL: Tensor, k_rot_B1TR: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,41 +203,52 @@ def _latents_as_they_are(kv_nope_B1TL: Tensor, k_rot_B1TR: Tensor) -> tuple[Tens
 class _Patch(_NotCopied):
     """Applies every replacement of the table above; `undo` takes all of them back."""
 
-    def __init__(self, model: nn.Module, mla: MLAModel, group: SequenceGroup, kernels: list[LocalKernel]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        found: AttentionModel,
+        group: SequenceGroup,
+        kernels: list[LocalKernel],
+        by_batch: bool,
+    ) -> None:
         from transformers import AttentionInterface
 
-        self.group = group
+        self.group, self.by_batch = group, by_batch
         self.paused = False
-        self.own_config = mla.text_model.config
+        self.text_model = found.text_model
+        self.own_config = found.text_model.config
         self.implementation = self.own_config._attn_implementation
-        self.signature = inspect.signature(mla.text_model.forward)
+        self.signature = inspect.signature(found.text_model.forward)
         self.model_signature = inspect.signature(model.forward)
         self._undo: list[Callable[[], None]] = []
         AttentionInterface.register(ATTENTION_NAME, _attention)
 
         # A shallow copy: whatever else is changed in the original's tables later is seen by both.
-        self.config = copy.copy(mla.text_model.config)
+        self.config = copy.copy(self.own_config)
         self.config._attn_implementation_internal = ATTENTION_NAME
-        self._replace(mla.text_model, "config", self.config)
-        for layer, kernel in zip(mla.layers, kernels, strict=True):
-            widths = MLAWidths.of(layer)
-            attention = UlyssesMLAAttention(
-                kernel, group, nope_dim=widths.nope, rope_dim=widths.rope, value_dim=widths.value
-            )
+        self._replace(self.text_model, "config", self.config)
+        for layer, kernel in zip(found.layers, kernels, strict=True):
             layer_config = copy.copy(layer.config)
             layer_config._attn_implementation_internal = ATTENTION_NAME
             # Straight into the instance's dict: an assigned module would appear among its submodules.
-            self._replace(layer, "_ulysses", _Layer(attention, kernel, layer.expand_kv))
-            self._replace(layer, "expand_kv", _latents_as_they_are)
+            self._replace(layer, "_ulysses", _layer(layer, kernel, group))
+            if is_mla(layer):
+                self._replace(layer, "expand_kv", _latents_as_they_are)
             self._replace(layer, "config", layer_config)
-        hook = mla.text_model.register_forward_pre_hook(self._before_text_model, with_kwargs=True)
-        self._undo.append(hook.remove)
-        hook = model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True)
-        self._undo.append(hook.remove)
-        for rotary in mla.text_model.modules():
+        hooks = [
+            self.text_model.register_forward_pre_hook(self._before_text_model, with_kwargs=True),
+            self.text_model.register_forward_hook(self._after_text_model, always_call=True),
+            model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True),
+        ]
+        for rotary in self.text_model.modules():
             if _depends_on_longest(rotary):
-                self._undo.append(rotary.register_forward_pre_hook(self._before_rotary, with_kwargs=True).remove)
-                self._undo.append(rotary.register_forward_hook(self._after_rotary, with_kwargs=True).remove)
+                hooks.append(rotary.register_forward_pre_hook(self._before_rotary, with_kwargs=True))
+                hooks.append(rotary.register_forward_hook(self._after_rotary, with_kwargs=True))
+        self._undo.extend(hook.remove for hook in hooks)
+
+    def attach(self, handle: Handle) -> None:
+        """Makes the handle known to `handle_of`."""
+        self._replace(self.text_model, "_ulysses_handle", handle)
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
         had, old = name in vars(module), vars(module).get(name)
@@ -229,33 +269,36 @@ class _Patch(_NotCopied):
     def pause(self, paused: bool) -> bool:
         """Switches to the plain model or back; what it was before."""
         before, self.paused = self.paused, paused
-        # The plain model needs the masks of its own implementation.
-        self.config._attn_implementation_internal = self.implementation if paused else ATTENTION_NAME
         return before
+
+    def _is_plain(self, sharded: Any) -> bool:
+        return self.paused or (self.by_batch and not sharded)
+
+    @property
+    def _in_plain_forward(self) -> bool:
+        return self.config._attn_implementation_internal != ATTENTION_NAME
 
     # What is wrong with the arguments of one rank has to be raised on all, or the others would wait for it:
     # it goes along to the text model's hook, which exchanges it with the shapes.
     def _before_model(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Finds inputs of the whole model that would be wrong on a part of the sequence."""
-        if self.paused:
-            return None
         given = _by_name(self.model_signature, args, kwargs)
+        if self._is_plain(given.get(SHARDED)):
+            return None
+        # With shift_labels a model's own loss is at least that of its tokens, of which the Trainer makes the whole.
+        labels_fit = self.by_batch and given.get("shift_labels") is not None
         for names, problem in _REFUSED_OF_MODEL.items():
-            if any(_is_given(given.get(name)) for name in names):
+            if any(_is_given(given.get(name)) for name in names) and not (labels_fit and "labels" in names):
                 given |= dict.fromkeys(set(names) & set(given))
                 return (), given | {PROBLEM: problem}
         return None
 
     def _before_text_model(self, text_model: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Gathers positions and padding once and sends the documents along with this forward."""
-        if self.paused:
-            recomputes = any(getattr(m, "gradient_checkpointing", False) for m in text_model.modules())
-            if recomputes and text_model.training and torch.is_grad_enabled():
-                raise RuntimeError(
-                    "handle.paused() with gradients and gradient checkpointing: the recomputation can run after the "
-                    "block has ended. Use torch.no_grad(), model.eval() or model.gradient_checkpointing_disable()."
-                )
-            return None
+        if self._is_plain(kwargs.pop(SHARDED, None)):
+            # The plain model needs the masks of its own implementation.
+            self.config._attn_implementation_internal = self.implementation
+            return args, kwargs
         named = (self.own_config._attn_implementation, text_model.config._attn_implementation)
         if named != (self.implementation, ATTENTION_NAME):
             raise RuntimeError(
@@ -284,10 +327,13 @@ class _Patch(_NotCopied):
         given |= {"position_ids": positions, "attention_mask": None, "use_cache": False, DOCUMENTS: documents}
         return (), given
 
+    def _after_text_model(self, text_model: nn.Module, args: tuple, out: Any) -> None:
+        self.config._attn_implementation_internal = ATTENTION_NAME
+
     # Dynamic and long rope choose their frequencies by the longest position in the batch, of which a
     # rank may not have it: it is appended as one more token, and its embedding cut off again.
     def _before_rotary(self, rotary: nn.Module, args: tuple, kwargs: dict):
-        if self.paused or self.group.size == 1:
+        if self._in_plain_forward or self.group.size == 1:
             return None
         arguments = _by_name(inspect.signature(rotary.forward), args, kwargs)
         positions = arguments["position_ids"]
@@ -297,7 +343,7 @@ class _Patch(_NotCopied):
         return (), arguments
 
     def _after_rotary(self, rotary: nn.Module, args: tuple, kwargs: dict, out: Any):
-        if self.paused or self.group.size == 1:
+        if self._in_plain_forward or self.group.size == 1:
             return None
         return tuple(x[:, :-1] for x in out) if isinstance(out, tuple) else out[:, :-1]
 

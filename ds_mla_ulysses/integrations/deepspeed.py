@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,8 +60,38 @@ def initialize(
         RuntimeError: another parallel layout is active in DeepSpeed, or it is older than 0.19.
     """
     import deepspeed
+
+    engine_arguments = dict(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+    )
+    return build_engine(deepspeed.initialize, handle, _fill_auto(load_config(config), auto), engine_arguments)
+
+
+def build_engine(
+    create: Callable[..., tuple[Any, Any, Any, Any]],
+    handle: Handle,
+    settings: dict[str, Any],
+    arguments: Mapping[str, Any],
+) -> tuple[Any, Any, Any, Any]:
+    """All that makes an engine's update right, around the call that creates it.
+
+    Args:
+        create: `deepspeed.initialize`.
+        settings: the DeepSpeed config; changed in place.
+        arguments: all others of `create`, without config and mpu.
+
+    Raises: as `initialize`.
+    """
+    import deepspeed
     from deepspeed.utils import groups, set_z3_leaf_modules_by_name
 
+    model = arguments["model"]
     if handle.is_restored:
         raise RuntimeError("the handle was restored: parallelize the model again.")
     inside = {id(m) for m in model.modules()}
@@ -71,7 +101,6 @@ def initialize(
         raise RuntimeError(
             f"DeepSpeed {deepspeed.__version__} gives other updates than one process: install deepspeed >= 0.19.0."
         )
-    settings = _fill_auto(load_config(config), auto)
     _refuse(settings, handle)
     if getattr(groups, "mesh_device", None) is not None:
         raise RuntimeError("DeepSpeed already has a device mesh, which overrides the groups of this handle.")
@@ -88,25 +117,29 @@ def initialize(
 
     if dist.get_world_size() == 1:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants it, and no launcher has set it
-    with _restored(groups, "mpu"), _without_cpu_extension():
-        engine, *rest = deepspeed.initialize(
-            args=args,
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            collate_fn=collate_fn,
-            mpu=SequenceMpu(handle),
-            config=settings,
-        )
+    with _restored(groups, "mpu"), without_cpu_extension():
+        engine, *rest = create(**arguments, mpu=SequenceMpu(handle), config=settings)
     if engine.sequence_parallel_size != 1 or engine.seq_dp_world_size != dist.get_world_size():
         raise RuntimeError(
             f"DeepSpeed {deepspeed.__version__} averages gradients over other ranks than the versions that this package "
             "is tested with: install the pinned version of constraints.txt."
         )
+    if not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()):
+        _keep_norm(engine)
     handle.attach_engine(engine)
     return (engine, *rest)
+
+
+def _keep_norm(engine: Any) -> None:
+    """At stage 0 in fp32 DeepSpeed clips and forgets the norm, which get_global_grad_norm then cannot tell."""
+    take_step = engine._take_model_step
+
+    def keep_norm_and_step(*args: Any, **kwargs: Any) -> None:
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        engine._global_grad_norm = float(torch.nn.utils.get_total_norm(gradients))
+        take_step(*args, **kwargs)
+
+    engine._take_model_step = keep_norm_and_step
 
 
 def load_config(config: Config | Sequence[Config]) -> dict[str, Any]:
@@ -232,7 +265,7 @@ def _restored(owner: Any, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _without_cpu_extension() -> Iterator[None]:
+def without_cpu_extension() -> Iterator[None]:
     """Keeps DeepSpeed from compiling its shared-memory all-reduce, a C++ extension for CPU inference."""
     import deepspeed.ops
 

@@ -5,17 +5,23 @@ Letters: B batch · S tokens of the sequence as given · T tokens of this rank a
 
 from __future__ import annotations
 
+import pickle
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.collectives import exchange_bytes
 from ..comm.group import SequenceGroup, gather_objects, raise_first
 
 IGNORED_LABEL = -100
+#: The key of a batch that is this rank's part; models parallelized with `by_batch` look for it.
+SHARDED = "ulysses_sharded"
+#: Boundaries of packed documents that hold for the whole row; position_ids tell the same.
+_OF_WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
 def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGroup | None) -> dict[str, Any]:
@@ -41,9 +47,10 @@ def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGro
     group = SequenceGroup.of(group)
     batch = {name: x for name, x in batch.items() if x is not None}
     try:
-        problem, (B, S), print_of_batch = None, _shape(batch), _fingerprint(batch)
+        _shape(batch)
+        problem, print_of_batch = None, _fingerprint(batch)
     except ValueError as error:
-        problem, B, S, print_of_batch = str(error), 0, 0, None
+        problem, print_of_batch = str(error), None
     said = gather_objects(group, (problem, print_of_batch))
     raise_first([text for text, _ in said])
     differing = [rank for rank, (_, other) in enumerate(said) if other != said[0][1]]
@@ -55,6 +62,58 @@ def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGro
             "example a sampler with num_replicas=handle.data_size and rank=handle.data_rank."
         )
 
+    return next(iter(_parts(batch, [group.rank], group.size)))
+
+
+def exchange_batches(
+    batch: Mapping[str, Any] | None, group: SequenceGroup, device: torch.device, problem: str | None = None
+) -> list[dict[str, Any] | None]:
+    """This rank's part of each rank's own batch, in rank order; None for a rank that has no batch.
+
+    The batches of different ranks may differ in everything. Parts are as `shard_batch` makes them, with
+    `ulysses_sharded=True` in each. Boundaries that transformers' collators make for flash attention are
+    left out if position_ids are given, which tell the same.
+
+    Args:
+        batch: this rank's batch of whole sequences, None if it has no more.
+        device: where parts are returned.
+        problem: what kept this rank from reading its batch.
+
+    Raises:
+        ValueError: on all ranks, if one of them holds a bad batch or a problem.
+    """
+    parts: list[bytes] = [b""] * group.size
+    if batch is not None and problem is None:
+        batch = {name: x for name, x in batch.items() if x is not None}
+        if "position_ids" in batch:
+            batch = {name: x for name, x in batch.items() if name not in _OF_WHOLE_ROWS}
+        try:
+            _shape(batch)
+            on_host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
+            # A slice would be pickled with all that it is a slice of.
+            parts = [
+                pickle.dumps({n: x.clone() if isinstance(x, Tensor) else x for n, x in part.items()})
+                for part in _parts(on_host, range(group.size), group.size)
+            ]
+        except ValueError as error:
+            problem = str(error)
+    said = gather_objects(group, (problem, [len(part) for part in parts]))
+    raise_first([text for text, _ in said])
+    received = [lengths[group.rank] for _, lengths in said]
+    if not any(received):
+        return [None] * group.size
+    arrived = exchange_bytes(parts, received, group, device)
+    return [_received(part, device) if part else None for part in arrived]
+
+
+def _received(part: bytes, device: torch.device) -> dict[str, Any]:
+    shard = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in pickle.loads(part).items()}
+    return {**shard, SHARDED: True}
+
+
+def _parts(batch: Mapping[str, Any], ranks: Sequence[int], size: int) -> Iterator[dict[str, Any]]:
+    """The parts that `ranks` of `size` take of a batch of whole sequences."""
+    B, S = _shape(batch)
     whole = dict(batch)
     labels = whole.pop("labels", None)
     if labels is not None and "shift_labels" not in whole:
@@ -62,10 +121,12 @@ def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGro
     if "position_ids" not in whole:
         device = whole["input_ids"].device if "input_ids" in whole else whole["inputs_embeds"].device
         whole["position_ids"] = torch.arange(S, device=device).expand(B, S)
-    missing = -S % group.size
-    T = (S + missing) // group.size
-    mine = slice(group.rank * T, (group.rank + 1) * T)
-    return {name: _pad(name, x, missing)[:, mine] if _is_split(x, S) else x for name, x in whole.items()}
+    missing = -S % size
+    T = (S + missing) // size
+    padded = {name: _pad(name, x, missing) if _is_split(x, S) else x for name, x in whole.items()}
+    for rank in ranks:
+        mine = slice(rank * T, (rank + 1) * T)
+        yield {name: x[:, mine] if _is_split(whole[name], S) else x for name, x in padded.items()}
 
 
 def _is_split(x: Any, S: int) -> bool:

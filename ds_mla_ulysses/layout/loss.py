@@ -17,6 +17,7 @@ def sequence_loss(
     group: SequenceGroup,
     num_items: int | Tensor | None = None,
     gradient_scale: float = 1.0,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cross entropy of the whole sequences, the same value on each rank of the group.
 
@@ -29,6 +30,7 @@ def sequence_loss(
         shift_labels_BT: int64, the label that each token predicts; -100 is ignored.
         num_items: supervised tokens that the sum is divided by.
         gradient_scale: the gradient, not the value, is multiplied by this.
+        label_smoothing: as torch's cross_entropy has it.
 
     Backward: no collective. Each rank's gradient is that of its own tokens' share, so the SUM over the
     group's ranks of a parameter's gradient is the gradient of the value (times gradient_scale).
@@ -46,7 +48,9 @@ def sequence_loss(
     impossible = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocabulary))
     labels = labels.masked_fill(impossible, IGNORED_LABEL)
     logits = logits_BTV.flatten(0, -2).to(accumulation_dtype(logits_BTV.dtype))
-    own = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    own = torch.nn.functional.cross_entropy(
+        logits, labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing
+    )
     total = torch.stack([own.detach().double(), (labels != IGNORED_LABEL).sum().double(), impossible.sum().double()])
     if group.size > 1:
         dist.all_reduce(total, group=group.process_group)
@@ -55,9 +59,30 @@ def sequence_loss(
             f"{int(total[2])} shift_labels of the batch are neither {IGNORED_LABEL} nor one of the {vocabulary} tokens of "
             "the vocabulary."
         )
-    items = total[1] if num_items is None else torch.as_tensor(num_items, dtype=total.dtype, device=total.device)
-    items = items.clamp(min=1)
-    return _WithValue.apply(own / items.to(own.dtype), (total[0] / items).to(own.dtype), gradient_scale)
+    return _of_group(own, total[0], total[1] if num_items is None else num_items, gradient_scale)
+
+
+def sum_of_losses(
+    own: Tensor,
+    shift_labels_BT: Tensor,
+    group: SequenceGroup,
+    num_items: int | Tensor | None = None,
+    gradient_scale: float = 1.0,
+) -> Tensor:
+    """`sequence_loss` of losses that a fused kernel has summed over this rank's tokens.
+
+    Args:
+        own: the sum, a scalar with gradient.
+    """
+    total = torch.stack([own.detach().double(), (shift_labels_BT != IGNORED_LABEL).sum().to(own.device).double()])
+    if group.size > 1:
+        dist.all_reduce(total, group=group.process_group)
+    return _of_group(own, total[0], total[1] if num_items is None else num_items, gradient_scale)
+
+
+def _of_group(own: Tensor, total: Tensor, num_items: int | Tensor, gradient_scale: float) -> Tensor:
+    items = torch.as_tensor(num_items, dtype=total.dtype, device=total.device).clamp(min=1)
+    return _WithValue.apply(own / items.to(own.dtype), (total / items).to(own.dtype), gradient_scale)
 
 
 class _WithValue(torch.autograd.Function):
@@ -73,12 +98,12 @@ class _WithValue(torch.autograd.Function):
         return grad * ctx.scale, None, None
 
 
-def count_items(shift_labels: list[Tensor], world_size: int) -> int:
-    """Supervised tokens in this rank's shards, summed over all ranks of the world."""
+def count_items(shift_labels: list[Tensor], group: SequenceGroup) -> int:
+    """Supervised tokens in this rank's shards, summed over all ranks of the group."""
     device = shift_labels[0].device if shift_labels else torch.device("cpu")
     count = torch.zeros((), dtype=torch.long, device=device)
     for labels in shift_labels:
         count += (labels != IGNORED_LABEL).sum()
-    if world_size > 1:
-        dist.all_reduce(count)
+    if group.size > 1:
+        dist.all_reduce(count, group=group.process_group)
     return int(count)

@@ -117,9 +117,9 @@ def materialised_step(model, shard, group):
     from deepspeed.sequence.layer import DistributedAttention
     from transformers import AttentionInterface
 
-    from ds_mla_ulysses.integrations.deepspeed import _without_cpu_extension
+    from ds_mla_ulysses.integrations.deepspeed import without_cpu_extension
 
-    with _without_cpu_extension():
+    with without_cpu_extension():
         deepspeed.init_distributed(dist_backend="gloo")
 
     def local(q, k, v, scale):

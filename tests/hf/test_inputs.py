@@ -256,8 +256,8 @@ def bad_forward(what):
     if what == "dropout":
         for layer in model.model.layers:
             layer.self_attn.attention_dropout = 0.1
-    if what == "window":
-        inputs["sliding_window"] = 8
+    if what == "bias":
+        inputs["position_bias"] = torch.zeros(1)
     if what == "attentions":
         inputs["output_attentions"] = True
     if what == "backend changed":
@@ -289,7 +289,7 @@ def bad_forward(what):
         ("cu_seq_lens", ValueError, "tell documents by position_ids"),
         ("logits_to_keep", ValueError, "logits_to_keep"),
         ("dropout", ValueError, "attention_dropout = 0.0"),
-        ("window", ValueError, "sliding_window is not supported"),
+        ("bias", ValueError, "position_bias is not supported"),
         ("attentions", ValueError, "output_attentions"),
         ("backend changed", RuntimeError, r"call handle.restore\(\) first"),
     ],

@@ -21,15 +21,66 @@ def small(config_class, **settings):
     return config_class(**(common | dict(num_attention_heads=4, num_key_value_heads=4) | settings))
 
 
-def test_no_mla_layer():
-    from transformers import LlamaConfig, LlamaForCausalLM
+def test_no_attention_layer():
+    from transformers import RwkvConfig, RwkvForCausalLM
 
-    refused(
-        LlamaForCausalLM(small(LlamaConfig)),
-        "LlamaForCausalLM (llama)",
-        "no Multi-head Latent Attention",
-        "deepseek_v3",
+    config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    refused(RwkvForCausalLM(config), "RwkvForCausalLM (rwkv)", "no layer that calls", "deepseek_v3", "llama")
+
+
+def test_chunked_attention():
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    experts = dict(num_local_experts=2, intermediate_size_mlp=32, head_dim=8)
+    config = small(
+        Llama4TextConfig, num_hidden_layers=2, layer_types=["chunked_attention", "full_attention"], **experts
     )
+    refused(Llama4ForCausalLM(config), "llama4_text", "chunked_attention", "full_attention and sliding_attention")
+
+
+def test_short_convolutions():
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = small(Lfm2Config, num_hidden_layers=2, layer_types=["conv", "full_attention"], block_multiple_of=8)
+    refused(Lfm2ForCausalLM(config), "lfm2", "linear-attention layers")
+
+
+def test_bidirectional_attention():
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    model = Gemma3ForCausalLM(small(Gemma3TextConfig, head_dim=8, use_bidirectional_attention=True))
+    refused(model, "gemma3_text", "use_bidirectional_attention")
+
+
+def test_encoders():
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    refused(BertModel(config), "bert", "BertSelfAttention is not causal self-attention")
+
+
+def test_encoder_and_decoder():
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = dict(encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    config = BartConfig(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, **sizes)
+    refused(BartForConditionalGeneration(config), "bart", "encoder with a decoder")
+
+
+def test_a_window_that_is_not_handed_on():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = small(MistralConfig, layer_types=["sliding_attention"])
+    model = MistralForCausalLM(config)
+    layer = model.model.layers[0].self_attn
+
+    def forward(hidden_states, **kwargs):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        return ALL_ATTENTION_FUNCTIONS.get_interface(layer.config._attn_implementation, None)
+
+    layer.forward = forward
+    refused(model, "MistralAttention does not hand its sliding window")
 
 
 def test_sparse_indexer():
@@ -88,13 +139,14 @@ def test_pooling_heads():
     refused(DeepseekV3ForSequenceClassification(tiny_config("deepseek_v3")), "pools over the sequence")
 
 
-def test_mixed_attention():
+def test_a_layer_without_an_implementation():
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     model = tiny_model("deepseek_v3", torch.float32)
     model.model.layers[0].self_attn = LlamaAttention(small(LlamaConfig), 0)
-    refused(model, "mixes MLA with other attention", "LlamaAttention")
+    with pytest.raises(ValueError, match="attn_implementation=None is not supported"):
+        dmu.parallelize(model)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +174,7 @@ def test_unknown_backend():
 def test_untested_model_types_warn():
     model = tiny_model("youtu")
     model.config.model_type = "cousin"
-    with pytest.warns(UserWarning, match="cousin has the MLA layers"), pytest.raises(ValueError, match="sp_size=7"):
+    with pytest.warns(UserWarning, match="cousin has attention layers"), pytest.raises(ValueError, match="sp_size=7"):
         dmu.parallelize(model, sp_size=7)
     torch.distributed.destroy_process_group()
 

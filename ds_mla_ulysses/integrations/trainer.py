@@ -1,0 +1,389 @@
+"""install / uninstall: HF Trainer, Accelerate and TRL with `ParallelismConfig(sp_backend="deepspeed")`.
+
+What is replaced, for the whole process and until `uninstall`:
+
+| symbol                                                        | what ours does                                      |
+|---------------------------------------------------------------|-----------------------------------------------------|
+| deepspeed: UlyssesSPAttentionHF.register_with_transformers    | parallelizes the given model, and no other          |
+| deepspeed: UlyssesSPDataLoaderAdapter                         | ShardedDataLoader                                   |
+| deepspeed: initialize                                         | engines of such models are built as by `initialize` |
+| accelerate: Accelerator.deepspeed_ulysses_dl_adapter          | ShardedDataLoader of the model's group              |
+| accelerate, transformers.trainer: skip_first_batches          | skips in a ShardedDataLoader                        |
+| transformers: Trainer.compute_loss                            | the loss of the group's whole sequences             |
+| transformers: Trainer._get_num_items_in_batch                 | supervised tokens of the step, over all ranks       |
+| transformers: Trainer.prediction_step (with sp_in_eval)       | evaluates sharded                                   |
+
+Each falls through to the original for models and batches that are not sequence-parallel. Which a batch
+is, it says itself (`ulysses_sharded`): neither `training` nor a setting decides it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..comm.group import SequenceGroup
+from ..hf.handle import Handle
+from ..hf.patch import handle_of, parallelize
+from ..layout.batch import SHARDED, exchange_batches
+from ..layout.loss import count_items, sequence_loss, sum_of_losses
+from .dataloader import ShardedDataLoader
+from .deepspeed import build_engine, load_config
+
+#: What the tests run with; other versions work with a warning.
+TESTED_VERSIONS = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "transformers": "5.24.0"}
+_ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+
+_installation: _Installation | None = None
+
+
+def install(*, sp_in_eval: bool = False) -> None:
+    """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
+
+    Call it before the Trainer (or the Accelerator) is built. A second call with the same settings does nothing.
+
+    Args:
+        sp_in_eval: evaluation and prediction of a Trainer share sequences too. By default each rank evaluates
+            samples of its own with the plain model, as without sequence parallelism.
+
+    Raises:
+        RuntimeError: a symbol of the table is missing in the installed versions, or another setting is installed.
+
+    Warns: by name of each package whose version is not the tested one.
+    """
+    global _installation
+    if _installation is not None:
+        if _installation.sp_in_eval != sp_in_eval:
+            raise RuntimeError(
+                f"installed already, with sp_in_eval={_installation.sp_in_eval}: call ds_mla_ulysses.uninstall() first."
+            )
+        return
+    for package, tested in TESTED_VERSIONS.items():
+        version = importlib.metadata.version(package)
+        if version != tested:
+            warnings.warn(f"{package} {version} is not the version that was tested ({tested}).", stacklevel=2)
+    _installation = _Installation(sp_in_eval)
+
+
+def uninstall() -> None:
+    """Puts every replaced symbol back and restores the models that were parallelized through them."""
+    global _installation
+    if _installation is not None:
+        _installation.undo()
+        _installation = None
+
+
+@dataclass(frozen=True)
+class _Symbol:
+    """An attribute of a module, or of a class in it, as it was found."""
+
+    owner: Any
+    name: str
+    original: Any
+
+    @classmethod
+    def find(cls, module: str, path: str) -> _Symbol:
+        owner, *_, name = importlib.import_module(module), *path.split(".")
+        for part in path.split(".")[:-1]:
+            owner = getattr(owner, part, None)
+        if name not in vars(owner or object):
+            package = module.split(".")[0]
+            raise RuntimeError(
+                f"{package} {importlib.metadata.version(package)} has no {module}.{path}, which install() replaces: "
+                f"use {package}=={TESTED_VERSIONS[package]}."
+            )
+        # From the class's own dict: a classmethod looked up would be a new object each time.
+        return cls(owner, name, vars(owner)[name])
+
+    def replace(self, new: Any) -> None:
+        setattr(self.owner, self.name, new)
+
+    def put_back(self) -> None:
+        setattr(self.owner, self.name, self.original)
+
+
+class _Installation:
+    def __init__(self, sp_in_eval: bool) -> None:
+        self.sp_in_eval = sp_in_eval
+        self._handles: list[Handle] = []
+        self._groups: dict[int, SequenceGroup] = {}
+        table: list[tuple[str, str, Callable[[Any], Any]]] = [
+            (_ULYSSES, "UlyssesSPAttentionHF.register_with_transformers", lambda _: classmethod(self._register)),
+            (_ULYSSES, "UlyssesSPDataLoaderAdapter", lambda _: _adapter),
+            ("deepspeed", "initialize", _wrap_initialize),
+            ("accelerate.accelerator", "Accelerator.deepspeed_ulysses_dl_adapter", _wrap_dl_adapter),
+            ("accelerate.accelerator", "skip_first_batches", _wrap_skip),
+            ("transformers.trainer", "skip_first_batches", _wrap_skip),
+            ("transformers.trainer", "Trainer.compute_loss", _wrap_compute_loss),
+            ("transformers.trainer", "Trainer._get_num_items_in_batch", _wrap_num_items),
+        ]
+        if sp_in_eval:
+            table.append(("transformers.trainer", "Trainer.prediction_step", _wrap_prediction_step))
+        # All are found before the first is replaced.
+        self.symbols = [_Symbol.find(module, path) for module, path, _ in table]
+        for symbol, (_, _, make) in zip(self.symbols, table, strict=True):
+            symbol.replace(make(symbol.original))
+
+    def undo(self) -> None:
+        for symbol in reversed(self.symbols):
+            symbol.put_back()
+        for handle in self._handles:
+            handle.restore()
+
+    def _register(
+        self,
+        _: type,
+        model_name_or_path: Any,
+        core_attn_implementation: str | None = None,
+        sequence_parallel_size: int = 1,
+        micro_batch_size: int | None = None,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> RegisteredMpu | None:
+        """In the place of `register_with_transformers`; lengths and batch sizes may be any."""
+        model, sp_size = model_name_or_path, sequence_parallel_size
+        if sp_size == 1:
+            return None
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"give the loaded model, not {model!r}: only that one is made sequence-parallel.")
+        before = handle_of(model)
+        if before in self._handles:  # of an earlier Trainer
+            self._handles.remove(before)
+            before.restore()
+        implementation = model.config.get_text_config()._attn_implementation
+        if core_attn_implementation not in (None, implementation):
+            raise ValueError(
+                f"sp_attn_implementation={core_attn_implementation!r}, but the model was loaded with "
+                f"attn_implementation={implementation!r}: leave sp_attn_implementation out, or load the model with it."
+            )
+        group = self._groups.get(sp_size)
+        which: dict[str, Any] = {"sp_size": sp_size} if group is None else {"group": group}
+        handle = parallelize(model, by_batch=True, **which)
+        self._groups[sp_size] = handle.group
+        self._handles.append(handle)
+        return RegisteredMpu(handle)
+
+
+class RegisteredMpu:
+    """What `register_with_transformers` returns: Accelerate asks it for the group, `initialize` for the handle."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.handle.group.process_group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.handle.group.size
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.handle.group.rank
+
+
+def _adapter(dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> ShardedDataLoader:
+    return ShardedDataLoader(dl, SequenceGroup.of(sp_group), device)
+
+
+def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(kwargs.get("mpu"), RegisteredMpu):
+            return original(*args, **kwargs)
+        handle = kwargs.pop("mpu").handle
+        given = [kwargs.pop(name, None) for name in ("config", "config_params")]
+        settings = load_config(next(config for config in given if config is not None))
+        # Accelerate derives it from ParallelismConfig's own sizes, where data parallelism may be left out.
+        sizes = (settings.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+        micro, steps = (size if isinstance(size, int) else 1 for size in sizes)
+        settings["train_batch_size"] = micro * steps * handle.data_size
+        return build_engine(original, handle, settings, kwargs)
+
+    return initialize
+
+
+def _wrap_dl_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def deepspeed_ulysses_dl_adapter(self: Any, dl: Any, model: nn.Module) -> Any:
+        handle = handle_of(model)
+        return original(self, dl, model) if handle is None else ShardedDataLoader(dl, handle.group, self.device)
+
+    return deepspeed_ulysses_dl_adapter
+
+
+def _wrap_skip(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, ShardedDataLoader):
+            return dataloader.skip_first(num_batches)
+        return original(dataloader, num_batches)
+
+    return skip_first_batches
+
+
+def _wrap_num_items(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
+        if not batch_samples or SHARDED not in batch_samples[0]:
+            return original(self, batch_samples, device)
+        if any("shift_labels" not in batch for batch in batch_samples):
+            return None
+        handle = _handle_of_trainer(self)
+        everyone = self.args.average_tokens_across_devices and handle.data_size > 1
+        group = SequenceGroup.of(dist.group.WORLD) if everyone else handle.group
+        return torch.tensor(count_items([batch["shift_labels"] for batch in batch_samples], group), device=device)
+
+    return _get_num_items_in_batch
+
+
+def _wrap_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compute_loss(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        if SHARDED in inputs:
+            loss, outputs = _sharded_loss(self, model, inputs, num_items_in_batch)
+            return (loss, outputs) if return_outputs else loss
+        if self.model.training and self.get_sp_size() > 1:
+            raise ValueError(
+                "a training batch is not sharded over the sequence group: batches have to come from the loader that "
+                "the Trainer (or accelerator.prepare) returns."
+            )
+        return original(self, model, inputs, return_outputs, num_items_in_batch)
+
+    return compute_loss
+
+
+def _sharded_loss(
+    trainer: Any, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None
+) -> tuple[Tensor, Any]:
+    """Trainer's loss of a batch of which `inputs` is this rank's part; and the model's outputs of that part.
+
+    Averaged over all ranks, as Trainer logs it, the value is that of one process; so is the gradient that
+    DeepSpeed averages over all ranks.
+    """
+    handle = _handle_of_trainer(trainer)
+    if trainer.compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func is not supported under sequence parallelism: it would see a part of each sequence. "
+            "Remove it, or train without sequence parallelism."
+        )
+    inputs = dict(inputs)
+    shift_labels = inputs.pop("shift_labels", None)
+    if shift_labels is None:
+        raise ValueError("the batch has no labels: the loss under sequence parallelism is computed from them.")
+    epsilon = getattr(trainer.label_smoother, "epsilon", 0.0)
+    if _is_fused(handle.model, inputs):
+        if epsilon:
+            raise ValueError(
+                "label_smoothing_factor is not supported with a fused loss: switch off fused_linear_cross_entropy."
+            )
+        # num_items_in_batch=1: the sum over this rank's tokens.
+        outputs = model(**inputs, labels=shift_labels, shift_labels=shift_labels, num_items_in_batch=1)
+        loss = sum_of_losses(outputs.loss, shift_labels, handle.group, num_items, handle.group.size)
+    else:
+        _check_loss(handle.model)
+        outputs = model(**inputs)
+        loss = sequence_loss(outputs["logits"], shift_labels, handle.group, num_items, handle.group.size, epsilon)
+    if getattr(outputs, "aux_loss", None) is not None:
+        raise ValueError(
+            "the auxiliary loss of routers is not supported under sequence parallelism, where each rank would balance "
+            "its own tokens: set output_router_logits=False (TRL: router_aux_loss_coef=0.0)."
+        )
+    if num_items is not None and trainer.args.average_tokens_across_devices:
+        loss = loss * handle.data_size  # of the mean over data-parallel groups, the sum
+    trainer.loss_is_scaled_for_ga = num_items is not None
+    return loss, outputs
+
+
+def _wrap_prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prediction_step(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """This rank's loss, logits and labels of its own batch, which the whole group computes with it."""
+        handle = handle_of(self.model)
+        if handle is None or handle.group.size == 1:
+            return original(self, model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        own_loss = own_logits = None
+        for owner, part in enumerate(exchange_batches(inputs, handle.group, self.args.device)):
+            if part is None:
+                continue
+            with torch.no_grad(), self.compute_loss_context_manager():
+                if "shift_labels" in part:
+                    loss, outputs = self.compute_loss(model, part, return_outputs=True)
+                else:
+                    loss, outputs = None, model(**part)
+            logits = None if prediction_loss_only else _gather_to(owner, outputs["logits"], handle.group)
+            if owner == handle.group.rank:
+                own_loss, own_logits = loss, logits
+        if own_logits is not None:
+            own_logits = own_logits[:, : inputs["input_ids"].shape[1]]
+        return own_loss, own_logits, None if prediction_loss_only else inputs.get("labels")
+
+    return prediction_step
+
+
+def _gather_to(owner: int, x_BTV: Tensor, group: SequenceGroup) -> Tensor | None:
+    """x_BSV on the owner, None elsewhere."""
+    x_BTV = x_BTV.contiguous()
+    parts = [torch.empty_like(x_BTV) for _ in range(group.size)] if owner == group.rank else None
+    dist.gather(x_BTV, parts, group=group.process_group, group_dst=owner)
+    return None if parts is None else torch.cat(parts, dim=1)
+
+
+def _handle_of_trainer(trainer: Any) -> Handle:
+    handle = handle_of(trainer.model)
+    if handle is None:
+        raise RuntimeError("the batch is one rank's part, but the Trainer's model is not parallelized.")
+    return handle
+
+
+def _base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside of PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _is_fused(model: nn.Module, inputs: dict[str, Any]) -> bool:
+    """Whether the loss comes out of a kernel without logits: TRL's fused head, or Liger's in training.
+
+    Both take `shift_labels` and `num_items_in_batch`.
+    """
+    base = _base_model(model)
+    is_ligers = inspect.unwrap(base.forward).__module__.startswith("liger_kernel.")
+    return bool(inputs.get("fused_lm_head")) or (is_ligers and base.training)
+
+
+def _check_loss(model: nn.Module) -> None:
+    """Raises ValueError if the model has a loss of its own, which cross entropy of its logits is not."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    base = _base_model(model)
+    code = getattr(inspect.unwrap(base.forward), "__code__", None)
+    is_usual = code is not None and {"loss_function", "logits"} & set(code.co_names + code.co_varnames)
+    if not is_usual or getattr(base, "loss_function", None) is not ForCausalLMLoss:
+        raise ValueError(
+            f"{type(base).__name__} has a loss other than the cross entropy of the next token (ForCausalLMLoss), and would "
+            "compute it on one rank's tokens: train it without sequence parallelism, or with a loop of your own and "
+            "handle.loss."
+        )

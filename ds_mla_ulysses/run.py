@@ -1,0 +1,41 @@
+"""Runs a training script with `install()` called before it.
+
+    deepspeed --num_gpus 8 --module ds_mla_ulysses.run train.py --my-argument 1
+    accelerate launch --config_file config.yaml --module ds_mla_ulysses.run train.py --my-argument 1
+    torchrun --nproc-per-node 8 --module ds_mla_ulysses.run train.py --my-argument 1
+
+`--sp-in-eval` in front of the script is `install(sp_in_eval=True)`; `-m` takes a module for the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+
+from .integrations.trainer import install
+
+
+def main(arguments: list[str]) -> None:
+    """Installs, and runs the script as `__main__` with the arguments behind it."""
+    parser = argparse.ArgumentParser(prog="python -m ds_mla_ulysses.run", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--sp-in-eval", action="store_true", help="evaluation of a Trainer shares sequences too")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it first
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to the script")
+    args = parser.parse_args(arguments)
+    launchers = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
+    install(sp_in_eval=args.sp_in_eval)
+    sys.argv = [args.script, *launchers, *args.arguments]
+    if args.is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))  # as python puts it
+        runpy.run_path(args.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
