@@ -77,9 +77,9 @@ def beside_stock(H, G):
 
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.attention.ulysses import UlyssesAttention
-    from ds_mla_ulysses.integrations.deepspeed import _without_cpu_extension
+    from ds_mla_ulysses.integrations.deepspeed import without_cpu_extension
 
-    with _without_cpu_extension():
+    with without_cpu_extension():
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     B, D, rank, size = 2, 6, dist.get_rank(), dist.get_world_size()
     q, k, v, grad = (torch.randn(B, T, heads, D) for heads in (H, G, G, H))
