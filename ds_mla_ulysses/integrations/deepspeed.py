@@ -142,6 +142,16 @@ def _keep_norm(engine: Any) -> None:
     engine._take_model_step = keep_norm_and_step
 
 
+def init_deepspeed_on_cpu() -> None:
+    """Initialises DeepSpeed's communication, if this process has been launched as one of several on CPUs."""
+    import deepspeed
+
+    if torch.cuda.is_available() or "RANK" not in os.environ or deepspeed.comm.is_initialized():
+        return
+    with without_cpu_extension():
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
 def load_config(config: Config | Sequence[Config]) -> dict[str, Any]:
     """A DeepSpeed config as a dict of its own; of several, later ones override key by key."""
     if isinstance(config, Mapping):

@@ -38,7 +38,7 @@ from ..hf.patch import handle_of, parallelize
 from ..layout.batch import SHARDED, exchange_batches
 from ..layout.loss import count_items, sequence_loss, sum_of_losses
 from .dataloader import ShardedDataLoader
-from .deepspeed import build_engine, load_config
+from .deepspeed import build_engine, init_deepspeed_on_cpu, load_config
 
 #: What the tests run with; other versions work with a warning.
 TESTED_VERSIONS = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "transformers": "5.24.0"}
@@ -50,7 +50,9 @@ _installation: _Installation | None = None
 def install(*, sp_in_eval: bool = False) -> None:
     """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
 
-    Call it before the Trainer (or the Accelerator) is built. A second call with the same settings does nothing.
+    Call it before the Trainer (or the Accelerator) is built, and before TrainingArguments. A second call with the
+    same settings does nothing. Under a launcher on a machine without accelerator it initialises DeepSpeed's
+    communication (gloo), which Accelerate does on others only.
 
     Args:
         sp_in_eval: evaluation and prediction of a Trainer share sequences too. By default each rank evaluates
@@ -73,6 +75,7 @@ def install(*, sp_in_eval: bool = False) -> None:
         if version != tested:
             warnings.warn(f"{package} {version} is not the version that was tested ({tested}).", stacklevel=2)
     _installation = _Installation(sp_in_eval)
+    init_deepspeed_on_cpu()
 
 
 def uninstall() -> None:
@@ -153,11 +156,19 @@ class _Installation:
         max_length: int | None = None,
     ) -> RegisteredMpu | None:
         """In the place of `register_with_transformers`; lengths and batch sizes may be any."""
+        from accelerate import PartialState
+
         model, sp_size = model_name_or_path, sequence_parallel_size
         if sp_size == 1:
             return None
         if not isinstance(model, nn.Module):
             raise ValueError(f"give the loaded model, not {model!r}: only that one is made sequence-parallel.")
+        processes, seen = dist.get_world_size(), PartialState().num_processes
+        if seen != processes:
+            raise ValueError(
+                f"Accelerate sees {seen} of the {processes} processes: on a machine without accelerator set use_cpu=True in "
+                "TrainingArguments, or Accelerator(cpu=True)."
+            )
         before = handle_of(model)
         if before in self._handles:  # of an earlier Trainer
             self._handles.remove(before)
