@@ -1,0 +1,163 @@
+"""Trainer over ranks equals one process: losses, gradient norms, updates."""
+
+import functools
+
+import pytest
+import torch
+from rank_pool import raises_on_ranks
+from trainer_runs import Run, equals_one_process, over_ranks, reference, samples, sharded
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("size", [2, 4])
+def test_zero_stages_and_data_parallelism(stage, size, clip):
+    # Data-parallel groups read rounds of as many batches as there are ranks: two micro-batches make a step of
+    # the same samples as in one process.
+    steps = (("gradient_accumulation_steps", 2),)
+    equals_one_process(size, Run(stage=stage, args=(*steps, ("max_grad_norm", clip))))
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "glm4_moe_lite"])
+def test_other_models(family):
+    equals_one_process(2, Run(family))
+
+
+def few_and_many():
+    """4 labels in one micro-batch, 63 in the other."""
+    return samples(8, 64, 65, supervise=lambda i, n: range(n - 4, n) if i % 2 == 0 else range(1, n))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_accumulation_is_weighted_by_tokens(stage):
+    equals_one_process(2, Run(batch=1, stage=stage, data=few_and_many, args=(("gradient_accumulation_steps", 2),)))
+
+
+def test_a_last_step_of_fewer_micro_batches():
+    run = Run(batch=1, steps=None, args=(("gradient_accumulation_steps", 3), ("num_train_epochs", 2)), data=eight)
+    got = equals_one_process(2, run)
+    assert got[0]["steps"] == (6, 6)
+
+
+def eight():
+    return samples(8)
+
+
+def on_one_rank():
+    """Labels on the first half of even samples, on the second half of odd ones."""
+    return samples(12, 32, 33, supervise=lambda i, n: range(3, 9) if i % 2 == 0 else range(20, 30))
+
+
+def test_labels_on_one_rank_only():
+    equals_one_process(2, Run(batch=1, data=on_one_rank))
+
+
+def nowhere():
+    return samples(12, 32, 33, supervise=lambda i, n: range(0))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_no_labels_at_all(stage):
+    for answer in over_ranks(2, Run(data=nowhere, stage=stage)):
+        assert answer["losses"] == [0.0] * 3
+        assert all(not change.any() for change in answer["change"].values())
+
+
+def first_of_rank_1():
+    """Of 32 tokens on two ranks, the label of token 16 only: it is predicted by the last token of rank 0."""
+    return samples(12, 32, 33, supervise=lambda i, n: range(16, 17))
+
+
+def test_the_first_label_of_a_shard():
+    got = equals_one_process(2, Run(batch=1, data=first_of_rank_1))
+    assert all(loss > 0 for loss in got[0]["losses"])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_label_smoothing(accumulation):
+    args = (("label_smoothing_factor", 0.2), ("gradient_accumulation_steps", accumulation))
+    equals_one_process(2, Run(args=args))
+    assert reference(Run(args=args))["losses"] != reference(Run(args=args[1:]))["losses"]
+
+
+def of_each_group():
+    """The first and the third sample of every four have few labels: in a step, groups have unequal numbers."""
+    return samples(16, 24, 25, supervise=lambda i, n: range(n - 3, n) if i % 4 < 2 else range(2, n))
+
+
+def test_tokens_not_averaged_across_devices():
+    """Each data-parallel group's own mean, then the mean of those: what two processes without sharing get."""
+    args = (("average_tokens_across_devices", False), ("gradient_accumulation_steps", 2))
+    got = over_ranks(4, Run(batch=1, data=of_each_group, args=args, steps=1))
+    runs = [Run(batch=2, data=functools.partial(part, group), steps=1) for group in range(2)]
+    want = [reference(run) for run in runs]
+    mean = sum(answer["losses"][0] for answer in want) / 2
+    assert abs(got[0]["losses"][0] - mean) < 1e-5 * mean
+    for name, change in got[0]["change"].items():
+        wanted = (want[0]["change"][name] + want[1]["change"][name]) / 2
+        assert (change - wanted).norm() <= 1e-4 * wanted.norm() + 1e-6, name
+
+
+def part(group):
+    """What a group of two ranks reads in the first round of four batches."""
+    return of_each_group()[2 * group : 2 * group + 2]
+
+
+def own_loss():
+    def compute_loss_func(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.sum()
+
+    return {"compute_loss_func": compute_loss_func}
+
+
+def test_compute_loss_func_is_refused():
+    raises_on_ranks(2, ValueError, "compute_loss_func is not supported", sharded, Run(trainer=own_loss))
+
+
+def ignores_shift_labels(model):
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.float().logsumexp(-1).mean()
+    return model
+
+
+def test_a_loss_of_the_models_own_is_refused():
+    raises_on_ranks(2, ValueError, "a loss other than the cross entropy", sharded, Run(prepare=ignores_shift_labels))
+
+
+def without_labels():
+    return [{name: row[name] for name in ("input_ids", "sample")} for row in samples()]
+
+
+def test_batches_without_labels_are_refused():
+    raises_on_ranks(2, ValueError, "the batch has no labels", sharded, Run(data=without_labels))
+
+
+def routers(model):
+    model.config.output_router_logits = True
+    return model
+
+
+def test_auxiliary_losses_are_refused():
+    raises_on_ranks(2, ValueError, "auxiliary loss of routers", sharded, Run("qwen3_moe", prepare=routers))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_hold_equal_parameters(stage):
+    answers = over_ranks(4, Run(stage=stage, extra=checksums))
+    assert len({tuple(sorted(answer["extra"].items())) for answer in answers}) == 1
+
+
+def checksums(trainer):
+    import zlib
+
+    from trainer_runs import parameters
+
+    return {name: zlib.crc32(p.numpy().tobytes()) for name, p in parameters(trainer.model).items()}
+
+
+def test_the_comparison_can_fail():
+    from trainer_runs import assert_equal
+
+    got, want = over_ranks(2, Run(args=(("learning_rate", 0.0501),)))[0], reference(Run())
+    with pytest.raises(AssertionError):
+        assert_equal(got, want)
+    assert torch.isfinite(torch.tensor(got["losses"])).all()

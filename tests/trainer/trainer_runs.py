@@ -1,0 +1,270 @@
+"""The same Trainer run in one plain process and over ranks with install(), and the comparison of the two.
+
+A run is told by a Run; `reference(run)` trains in this process, without this package, on the samples of the
+same optimizer steps; `over_ranks(size, run)` trains over the ranks of a pool. Both return a dict:
+
+    losses, norms      as the Trainer logs them, one for each optimizer step
+    change             by how much each parameter changed, {name: tensor}
+    steps              (global_step, max_steps)
+    seen               which samples this rank has read, in order
+    extra              what Run.extra returned
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from models import gradient_errors, tiny_model
+from rank_pool import run_ranks
+
+RTOL = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training run; all of it can be pickled and hashed.
+
+    Attributes:
+        family, model: arguments of `tiny_model`.
+        sp, stage: sequence-parallel size and ZeRO stage; `only_sp_size` leaves data parallelism out of the config.
+        batch: samples of a micro-batch of one group.
+        steps: optimizer steps; None for what `args` says.
+        args: further TrainingArguments.
+        data: a function of this module or a test's that returns the samples, and its arguments.
+        prepare: `prepare(model) -> model` before the Trainer is built.
+        trainer: `trainer(Run) -> dict` of further arguments of the Trainer; its class under "class".
+        extra: `extra(trainer) -> Any` after training.
+        sp_in_eval, evaluate: as named; `evaluate` makes a run call trainer.evaluate() in the place of training.
+        handler: arguments of DeepSpeedSequenceParallelConfig.
+    """
+
+    family: str = "deepseek_v3"
+    model: tuple[tuple[str, Any], ...] = ()
+    sp: int = 2
+    stage: int = 2
+    only_sp_size: bool = False
+    batch: int = 2
+    steps: int | None = 3
+    args: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()
+    data: Callable[[], list[dict[str, Any]]] | None = None
+    prepare: Callable[[torch.nn.Module], torch.nn.Module] | None = None
+    trainer: Callable[[], dict[str, Any]] | None = None
+    extra: Callable[[Any], Any] | None = None
+    sp_in_eval: bool = False
+    handler: tuple[tuple[str, Any], ...] = ()
+
+
+def samples(
+    count: int = 24, low: int = 12, high: int = 40, seed: int = 3, supervise: Callable[[int, int], range] | None = None
+) -> list[dict[str, Any]]:
+    """Random samples of different odd and even lengths; the first part of each is a prompt without labels.
+
+    Args:
+        supervise: (sample, length) -> tokens with labels.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        n = int(torch.randint(low, high, (), generator=generator))
+        ids = torch.randint(3, 110, (n,), generator=generator).tolist()
+        wanted = range(int(torch.randint(n, (), generator=generator)), n) if supervise is None else supervise(i, n)
+        labels = [token if j in wanted else -100 for j, token in enumerate(ids)]
+        made.append({"input_ids": ids, "labels": labels, "sample": i})
+    return made
+
+
+class Collate:
+    """Pads on the right (or left) with a mask, and remembers which samples it was given."""
+
+    def __init__(self, side: str = "right") -> None:
+        self.seen: list[int] = []
+        self.side = side
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        self.seen += [row["sample"] for row in rows if "sample" in row]
+        longest = max(len(row["input_ids"]) for row in rows)
+        names = {"input_ids": 0, "labels": -100, "position_ids": 0}
+        batch = {}
+        for name, padding in names.items():
+            if name in rows[0]:
+                batch[name] = torch.tensor([self._pad(row[name], longest, padding) for row in rows])
+        mask = [self._pad([1] * len(row["input_ids"]), longest, 0) for row in rows]
+        return batch | {"attention_mask": torch.tensor(mask)}
+
+    def _pad(self, values: list[int], length: int, padding: int) -> list[int]:
+        added = [padding] * (length - len(values))
+        return added + values if self.side == "left" else values + added
+
+
+def dataset(run: Run) -> list[dict[str, Any]]:
+    return samples() if run.data is None else run.data()
+
+
+@functools.cache
+def reference(run: Run, groups: int = 1) -> dict[str, Any]:
+    """The run in this process; `groups` data-parallel groups make its batch as many times as large."""
+    return _train(run, 0, groups)
+
+
+def over_ranks(size: int, run: Run) -> list[dict[str, Any]]:
+    """What each rank returned."""
+    return run_ranks(size, sharded, run)
+
+
+def sharded(run: Run) -> dict[str, Any]:
+    """On a rank of a pool: the run with install(), which is undone afterwards."""
+    import torch.distributed as dist
+
+    import ds_mla_ulysses
+
+    with fresh_state():
+        ds_mla_ulysses.install(sp_in_eval=run.sp_in_eval)
+        try:
+            return _train(run, dist.get_world_size(), 1)
+        finally:
+            ds_mla_ulysses.uninstall()
+
+
+@contextlib.contextmanager
+def fresh_state():
+    """Accelerate, transformers and DeepSpeed as in a process that has just begun."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        unset_hf_deepspeed_config()
+        for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_"))]:
+            del os.environ[name]
+
+    reset()
+    try:
+        yield
+    finally:
+        reset()
+
+
+def deepspeed_config(run: Run) -> dict[str, Any]:
+    auto = dict.fromkeys(
+        ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping"),
+        "auto",
+    )
+    return auto | {"zero_optimization": {"stage": run.stage}, "zero_allow_untested_optimizer": True} | dict(run.config)
+
+
+def training_arguments(run: Run, world: int, groups: int = 1, **more: Any) -> Any:
+    from transformers import TrainingArguments
+
+    settings: dict[str, Any] = dict(
+        output_dir=tempfile.gettempdir(),
+        use_cpu=True,
+        per_device_train_batch_size=run.batch * groups,
+        max_steps=run.steps if run.steps is not None else -1,
+        learning_rate=0.05,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        log_level="error",
+        train_sampling_strategy="sequential",
+    )
+    settings |= dict(run.args) | more
+    if world:
+        from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
+        data_parallel = 1 if run.only_sp_size else world // run.sp
+        sizes = dict(sp_backend="deepspeed", sp_size=run.sp, dp_shard_size=data_parallel)
+        if run.handler:
+            sizes["sp_handler"] = DeepSpeedSequenceParallelConfig(**dict(run.handler))
+        settings |= dict(deepspeed=deepspeed_config(run), parallelism_config=ParallelismConfig(**sizes))
+    return TrainingArguments(**settings)
+
+
+def build(run: Run, world: int, groups: int = 1, **more: Any) -> Any:
+    """The Trainer of a run; its model is built before the TrainingArguments, so not under zero.Init."""
+    from transformers import Trainer
+
+    model = tiny_model(run.family, **{"dtype": torch.float32, **dict(run.model)})
+    if run.prepare is not None:
+        model = run.prepare(model)
+    arguments = training_arguments(run, world, groups, **more)
+    given = {} if run.trainer is None else run.trainer()
+    trainer = given.pop("class", Trainer)(
+        model=model, args=arguments, **{"train_dataset": dataset(run), "data_collator": Collate(), **given}
+    )
+    from transformers import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _train(run: Run, world: int, groups: int) -> dict[str, Any]:
+    trainer = build(run, world, groups)
+    before = parameters(trainer.model)
+    trainer.train()
+    return result(trainer, before) | {"extra": None if run.extra is None else run.extra(trainer)}
+
+
+def result(trainer: Any, before: dict[str, torch.Tensor]) -> dict[str, Any]:
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    after = parameters(trainer.model)
+    return {
+        "losses": [entry["loss"] for entry in logs],
+        "norms": [entry.get("grad_norm") for entry in logs],
+        "change": {name: after[name] - before[name] for name in before},
+        "steps": (trainer.state.global_step, trainer.state.max_steps),
+        "seen": getattr(trainer.data_collator, "seen", None),
+    }
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters, gathered where ZeRO-3 has partitioned them."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    copies = {}
+    for name, parameter in model.named_parameters():
+        with GatheredParameters([parameter]) if hasattr(parameter, "ds_id") else contextlib.nullcontext():
+            copies[name] = parameter.detach().clone()
+    return copies
+
+
+def assert_equal(got: dict[str, Any], want: dict[str, Any], rtol: float = RTOL) -> None:
+    """Losses, gradient norms and the change of every parameter."""
+    assert len(got["losses"]) == len(want["losses"]) > 0
+    for name in ("losses", "norms"):
+        for a, b in zip(got[name], want[name], strict=True):
+            assert a is not None and abs(a - b) <= rtol * max(abs(b), 1e-6), (name, got[name], want[name])
+    assert all(torch.isfinite(x).all() for x in got["change"].values())
+    worst = gradient_errors(got["change"], want["change"])[:3]
+    # What is stored is rounded to fp32, so a parameter that hardly moved is known only so well.
+    worst = [(error, name) for error, name in worst if error > rtol and not _is_rounding(got, want, name)]
+    assert not worst, worst
+
+
+def _is_rounding(got: dict[str, Any], want: dict[str, Any], name: str) -> bool:
+    return bool((got["change"][name] - want["change"][name]).abs().max() <= 2**-22)
+
+
+def equals_one_process(size: int, run: Run, rtol: float = RTOL) -> list[dict[str, Any]]:
+    """Trains both and compares every rank; returns what the ranks returned."""
+    want = reference(run, size // run.sp)
+    got = over_ranks(size, run)
+    for answer in got:
+        assert_equal(answer, want, rtol)
+    return got
+
+
+def seen_by_all(answers: Sequence[dict[str, Any]]) -> list[int]:
+    return sorted(sample for answer in answers for sample in answer["seen"])
