@@ -293,6 +293,7 @@ class _Patch(_NotCopied):
                 return (), given | {PROBLEM: problem}
         return None
 
+    @torch.compiler.disable  # its collectives of Python objects cannot be traced
     def _before_text_model(self, text_model: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Gathers positions and padding once and sends the documents along with this forward."""
         if self._is_plain(kwargs.pop(SHARDED, None)):

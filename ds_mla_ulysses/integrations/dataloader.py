@@ -45,12 +45,18 @@ class ShardedDataLoader:
         return len(self.dataloader) * self.group.size - self._skip
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        from accelerate.data_loader import DataLoaderDispatcher
+
+        # In its own collectives the others would not hear what stopped the one rank that reads.
+        reads_alone = not isinstance(self.dataloader, DataLoaderDispatcher)
         batches, skip = iter(self.dataloader), self._skip
         while True:
             batch = problem = cause = None
             try:
                 batch = next(batches, None)
             except Exception as error:
+                if not reads_alone:
+                    raise
                 problem, cause = f"cannot read its batch: {type(error).__name__}: {error}", error
             try:
                 parts = exchange_batches(batch, self.group, self.device, problem)

@@ -178,6 +178,7 @@ def training_arguments(run: Run, world: int, groups: int = 1, **more: Any) -> An
         save_strategy="no",
         disable_tqdm=True,
         log_level="error",
+        remove_unused_columns=False,
         train_sampling_strategy="sequential",
     )
     settings |= dict(run.args) | more

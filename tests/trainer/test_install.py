@@ -1,0 +1,443 @@
+"""What install replaces and puts back, and the life of models, Trainers and checkpoints around it."""
+
+import contextlib
+import importlib
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from models import assert_gradients, tiny_model
+from rank_pool import raises_on_ranks, run_ranks
+from test_data import eight
+from trainer_runs import (
+    Collate,
+    Run,
+    assert_equal,
+    build,
+    dataset,
+    equals_one_process,
+    fresh_state,
+    parameters,
+    reference,
+    result,
+    samples,
+    sharded,
+)
+
+import ds_mla_ulysses
+from ds_mla_ulysses.integrations import trainer as integration
+
+# Every row of the table in integrations/trainer.py, written out once more.
+SYMBOLS = [
+    ("deepspeed.runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF", "register_with_transformers"),
+    ("deepspeed.runtime.sequence_parallel.ulysses_sp", None, "UlyssesSPDataLoaderAdapter"),
+    ("deepspeed", None, "initialize"),
+    ("accelerate.accelerator", "Accelerator", "deepspeed_ulysses_dl_adapter"),
+    ("accelerate.accelerator", None, "skip_first_batches"),
+    ("transformers.trainer", None, "skip_first_batches"),
+    ("transformers.trainer", "Trainer", "compute_loss"),
+    ("transformers.trainer", "Trainer", "_get_num_items_in_batch"),
+    ("transformers.trainer", "Trainer", "prediction_step"),
+]
+
+
+def found():
+    values = []
+    for module, owner, name in SYMBOLS:
+        holder = importlib.import_module(module)
+        values.append(vars(getattr(holder, owner) if owner else holder)[name])
+    return values
+
+
+def others():
+    """All other attributes of the modules and classes that install touches."""
+    from transformers import AttentionInterface
+
+    everything = {"attention functions": (AttentionInterface._global_mapping.keys() - {"ds_mla_ulysses"})}
+    for module, owner, _ in SYMBOLS:
+        holder = importlib.import_module(module)
+        holder = getattr(holder, owner) if owner else holder
+        names = {name for m, o, name in SYMBOLS if (m, o) == (module, owner)}
+        everything |= {(module, owner, k): id(v) for k, v in vars(holder).items() if k not in names and k[:2] != "__"}
+    return everything
+
+
+@pytest.fixture(autouse=True)
+def uninstalled():
+    yield
+    ds_mla_ulysses.uninstall()
+
+
+@pytest.mark.parametrize("sp_in_eval", [False, True])
+def test_uninstall_puts_every_symbol_back(sp_in_eval):
+    before, rest = found(), others()
+    ds_mla_ulysses.install(sp_in_eval=sp_in_eval)
+    replaced = [a is not b for a, b in zip(found(), before, strict=True)]
+    assert replaced == [True] * 8 + [sp_in_eval]
+    assert others() == rest
+    ds_mla_ulysses.uninstall()
+    assert all(a is b for a, b in zip(found(), before, strict=True))
+    assert others() == rest
+    ds_mla_ulysses.uninstall()
+
+
+def test_signatures_are_kept():
+    import inspect
+
+    before = [inspect.signature(x) for x in found()[2:]]
+    ds_mla_ulysses.install(sp_in_eval=True)
+    for now, was in zip(found()[2:], before, strict=True):
+        assert [*inspect.signature(now).parameters] == [*was.parameters]
+
+
+def test_install_twice():
+    ds_mla_ulysses.install()
+    now = found()
+    ds_mla_ulysses.install()
+    assert all(a is b for a, b in zip(found(), now, strict=True))
+    with pytest.raises(RuntimeError, match=r"installed already, with sp_in_eval=False: call ds_mla_ulysses.uninstall"):
+        ds_mla_ulysses.install(sp_in_eval=True)
+
+
+def test_untested_versions_are_named(monkeypatch):
+    monkeypatch.setitem(integration.TESTED_VERSIONS, "accelerate", "0.1")
+    with pytest.warns(UserWarning, match=r"accelerate 1\.\S+ is not the version that was tested \(0.1\)") as caught:
+        ds_mla_ulysses.install()
+    assert len([w for w in caught if "was tested" in str(w.message)]) == 1
+
+
+def test_tested_versions_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ds_mla_ulysses.install()
+
+
+def test_a_missing_symbol(monkeypatch):
+    from transformers import Trainer
+
+    monkeypatch.delattr(Trainer, "_get_num_items_in_batch")
+    monkeypatch.setitem(globals(), "SYMBOLS", [s for s in SYMBOLS if s[2] != "_get_num_items_in_batch"])
+    before = found()
+    with pytest.raises(RuntimeError, match=r"has no transformers.trainer.Trainer._get_num_items_in_batch.*use transf"):
+        ds_mla_ulysses.install()
+    assert all(a is b for a, b in zip(found(), before, strict=True))
+
+
+def test_a_trainer_without_sequence_parallelism():
+    """install changes nothing for it: one process, no DeepSpeed."""
+    want = reference(Run())
+    with fresh_state():
+        ds_mla_ulysses.install(sp_in_eval=True)
+        trainer = build(Run(), 0)
+        before = parameters(trainer.model)
+        trainer.train()
+        got = result(trainer, before)
+        assert trainer.evaluate(samples(4))["eval_loss"] > 0
+    assert got["losses"] == want["losses"] and got["norms"] == want["norms"]
+
+
+@contextlib.contextmanager
+def installed(**settings):
+    with fresh_state():
+        ds_mla_ulysses.install(**settings)
+        try:
+            yield
+        finally:
+            ds_mla_ulysses.uninstall()
+
+
+def without_sp(run):
+    """DeepSpeed with data parallelism alone."""
+    import torch.distributed as dist
+
+    with installed():
+        trainer = build(run, dist.get_world_size())
+        before = parameters(trainer.model)
+        trainer.train()
+        assert ds_mla_ulysses.handle_of(trainer.model) is None
+        return result(trainer, before)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sp_size_1(stage):
+    for answer in run_ranks(2, without_sp, Run(sp=1, stage=stage)):
+        assert_equal(answer, reference(Run(), 2))
+
+
+def two_trainers(run, same_model, families):
+    """One after the other, each with its optimizer; groups are not made anew."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    answers, groups = [], []
+    model = None
+    with installed():
+        for family in families:
+            with fresh_state():
+                trainer = build(Run(family, stage=run.stage, sp=run.sp, args=run.args), dist.get_world_size())
+                if same_model and model is not None:
+                    trainer.model = trainer.model_wrapped = model
+                model = trainer.model
+                before = parameters(model)
+                trainer.train()
+                answers.append(result(trainer, before))
+                groups.append(len(_world.pg_map))
+        assert ds_mla_ulysses.handle_of(model) is not None
+    assert ds_mla_ulysses.handle_of(model) is None  # uninstall restored it
+    return answers, groups
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("size", [2, 4])
+def test_two_trainers(size, stage):
+    steps = (("gradient_accumulation_steps", 2),)
+    run = Run(stage=stage, args=steps)
+    for answers, _ in run_ranks(size, two_trainers, run, False, ["deepseek_v3", "llama"]):
+        for answer, family in zip(answers, ["deepseek_v3", "llama"], strict=True):
+            assert_equal(answer, reference(Run(family, args=steps), size // 2))
+
+
+def test_two_trainers_of_one_model():
+    want = reference_of_two()
+    for answers, _ in run_ranks(2, two_trainers, Run(stage=2), True, ["llama", "llama"]):
+        for answer, wanted in zip(answers, want, strict=True):
+            assert_equal(answer, wanted)
+
+
+def reference_of_two():
+    model, answers = None, []
+    for _ in range(2):
+        trainer = build(Run("llama"), 0)
+        if model is not None:
+            trainer.model = trainer.model_wrapped = model
+        model = trainer.model
+        before = parameters(model)
+        trainer.train()
+        answers.append(result(trainer, before))
+    return answers
+
+
+def trains_plainly_afterwards(run):
+    """After uninstall a plain model and a plain engine are right in the same process."""
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+
+    sharded(run)
+    assert groups.mpu is None
+    with fresh_state():
+        trainer = build(Run(sp=1, stage=2), dist.get_world_size())
+        before = parameters(trainer.model)
+        trainer.train()
+        return result(trainer, before)
+
+
+def test_after_uninstall():
+    for answer in run_ranks(2, trains_plainly_afterwards, Run()):
+        assert_equal(answer, reference(Run(), 2))
+
+
+# Checkpoints
+
+
+def saved(run, folder):
+    """Trains sharded and saves as the Trainer does."""
+    import torch.distributed as dist
+
+    with installed():
+        trainer = build(run, dist.get_world_size(), output_dir=folder, save_strategy="steps", save_steps=3)
+        trainer.train()
+        trainer.save_model(f"{folder}/final")
+        return parameters(trainer.model)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_saved_models_are_plain_ones(stage):
+    import json
+    import subprocess
+    import sys
+
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(tempfile.mkdtemp())
+    try:
+        zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+        run = Run("llama", stage=stage, config=(("zero_optimization", Hashed(zero)),))
+        want = run_ranks(2, saved, run, str(folder))[0]
+        loaded = AutoModelForCausalLM.from_pretrained(folder / "final")
+        assert [*dict(loaded.named_parameters())] == [*want]
+        assert_gradients(dict(loaded.named_parameters()), want, 1e-7)
+        assert "ulysses" not in json.dumps(json.loads((folder / "final/config.json").read_text()))
+        checkpoint = folder / "checkpoint-3"
+        script = [sys.executable, "zero_to_fp32.py", ".", "fp32"]
+        done = subprocess.run(script, cwd=checkpoint, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        state = {}
+        for file in (checkpoint / "fp32").glob("*.bin"):
+            state |= torch.load(file)
+        for file in (checkpoint / "fp32").glob("*.safetensors"):
+            from safetensors.torch import load_file
+
+            state |= load_file(file)
+        assert_gradients({name: state[name] for name in want}, want, 1e-7)
+    finally:
+        shutil.rmtree(folder)
+
+
+class Hashed(dict):
+    """Settings of a Run are hashed."""
+
+    def __hash__(self):
+        return hash(tuple(self.items()))
+
+
+def continued(run, folder, sp):
+    """Goes on from a checkpoint with another sequence-parallel size, on the same number of processes."""
+    import dataclasses
+
+    import torch.distributed as dist
+
+    with installed():
+        other = dataclasses.replace(run, sp=sp)
+        trainer = build(other, dist.get_world_size(), output_dir=folder, max_steps=5, ignore_data_skip=True)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+        logs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return logs, trainer.state.global_step
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_resuming_with_another_sp_size(stage):
+    folder = tempfile.mkdtemp()
+    try:
+        run = Run("llama", stage=stage, batch=1)
+        run_ranks(4, saved, run, folder)
+        logs = {sp: run_ranks(4, continued, run, folder, sp)[0] for sp in (4, 2, 1)}
+        assert all(steps == 5 for _, steps in logs.values())
+        # From the same weights: the first step's loss is that of its own samples in each.
+        assert len({tuple(losses[:3]) for losses, _ in logs.values()}) == 1
+    finally:
+        shutil.rmtree(folder)
+
+
+# Models built by from_pretrained under ZeRO-3
+
+
+def from_pretrained(folder, run):
+    import torch.distributed as dist
+    from trainer_runs import training_arguments
+    from transformers import AutoModelForCausalLM, Trainer
+
+    with installed():
+        arguments = training_arguments(run, dist.get_world_size())  # kept alive: it switches zero.Init on
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert all(hasattr(p, "ds_id") for p in model.parameters())
+        trainer = Trainer(model=model, args=arguments, train_dataset=dataset(run), data_collator=Collate())
+        before = parameters(model)
+        trainer.train()
+        return result(trainer, before)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_models_loaded_under_zero_3(size):
+    folder = tempfile.mkdtemp()
+    try:
+        tiny_model("llama", torch.float32).save_pretrained(folder)
+        run = Run("llama", stage=3, args=(("gradient_accumulation_steps", 2),))
+        for answer in run_ranks(size, from_pretrained, folder, run):
+            assert_equal(answer, reference(run, size // 2))
+    finally:
+        shutil.rmtree(folder)
+
+
+# Subclasses and loops of one's own
+
+
+def own_loop(stage):
+    """Accelerate without a Trainer: prepare takes model, optimizer and loader; handle_of gives the loss."""
+    import torch.distributed as dist
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import ParallelismConfig
+
+    with installed():
+        config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+        config |= {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+        sizes = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_shard_size=dist.get_world_size() // 2)
+        accelerator = Accelerator(
+            cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), parallelism_config=sizes
+        )
+        model = tiny_model("llama", torch.float32)
+        loader = torch.utils.data.DataLoader(samples(), batch_size=2, collate_fn=Collate())
+        before = parameters(model)
+        engine, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), loader)
+        handle = ds_mla_ulysses.handle_of(engine)
+        losses, norms = [], []
+        batches = iter(loader)
+        for _ in range(3):
+            step = [next(batches) for _ in range(2)]
+            num_items, total = handle.num_items(step), 0.0
+            for i, batch in enumerate(step):
+                accelerator.gradient_state._set_sync_gradients(i == 1)
+                labels = batch.pop("shift_labels")
+                loss = handle.loss(engine(**batch).logits, labels, num_items=num_items)
+                accelerator.backward(loss)
+                value = loss.detach().clone()
+                dist.all_reduce(value)
+                total += value.item() / handle.group.size
+            losses.append(total)
+            norms.append(accelerator.deepspeed_engine_wrapped.get_global_grad_norm())
+        after = parameters(model)
+        return {"losses": losses, "norms": norms, "change": {name: after[name] - before[name] for name in before}}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_loop_with_accelerate(size, stage):
+    want = reference(Run("llama", args=(("gradient_accumulation_steps", 2),)), size // 2)
+    for answer in run_ranks(size, own_loop, stage):
+        assert_equal(answer, want)
+
+
+def register(how):
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    with installed():
+        if how == "name":
+            UlyssesSPAttentionHF.register_with_transformers("some/model", "sdpa", 2, 1)
+        if how == "by hand":
+            model = tiny_model("llama")
+            ds_mla_ulysses.parallelize(model)
+            UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 1)
+
+
+def test_register_with_a_name():
+    raises_on_ranks(2, ValueError, "give the loaded model, not 'some/model'", register, "name")
+
+
+def test_register_a_model_that_is_parallelized_by_hand():
+    raises_on_ranks(2, RuntimeError, "parallelized already", register, "by hand")
+
+
+def test_not_all_processes_are_seen():
+    run = Run(args=(("use_cpu", False),))
+    raises_on_ranks(2, ValueError, "Accelerate sees 1 of the 2 processes: .*use_cpu=True", sharded, run)
+
+
+def forgets_the_mark():
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            wanted = {name: inputs[name] for name in ("input_ids", "position_ids")} | {"labels": inputs["shift_labels"]}
+            return super().compute_loss(model, wanted, return_outputs, num_items_in_batch)
+
+    return {"class": Own}
+
+
+def test_a_batch_without_its_mark():
+    raises_on_ranks(2, ValueError, "a training batch is not sharded", sharded, Run(trainer=forgets_the_mark))
+
+
+def test_eight_samples():
+    assert equals_one_process(2, Run(data=eight, batch=1))
