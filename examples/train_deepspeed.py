@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -27,20 +26,19 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # runs from a clone too
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # runs from a clone too
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
 warnings.filterwarnings("ignore", category=FutureWarning)
 
+import common  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import ds_mla_ulysses as dmu  # noqa: E402
 from ds_mla_ulysses.integrations.deepspeed import load_config  # noqa: E402
 
-TOLERANCE = 1e-4
 Batch = dict[str, torch.Tensor]
-Worst = tuple[float, str]  # a difference, and the parameter that has it
 
 
 def parse_args() -> argparse.Namespace:
@@ -102,36 +100,12 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def build_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """The same weights in every process."""
-    from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 
     torch.manual_seed(args.seed)
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).train()
-    config = DeepseekV3Config(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        q_lora_rank=96,
-        kv_lora_rank=48,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        moe_intermediate_size=64,
-        max_position_embeddings=max(4096, args.seq_len),
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.1,  # about hidden_size ** -0.5
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = common.small_config(256, args.seq_len)
     return DeepseekV3ForCausalLM(config).to(device, dtype).train()
 
 
@@ -142,9 +116,7 @@ class Text:
         if args.text:
             text = args.text.read_text(encoding="utf-8", errors="replace")
         else:
-            from pydoc_data.topics import topics
-
-            text = "\n".join(topics[name] for name in sorted(topics))
+            text = "\n".join(common.documentation())
         if args.model:
             from transformers import AutoTokenizer
 
@@ -246,35 +218,18 @@ def train_one(args: argparse.Namespace, model: torch.nn.Module, text: Text) -> l
     return losses
 
 
-def relative(distance: float, to: float) -> float:
-    if not math.isfinite(distance) or (distance and not to):
-        return math.inf
-    return distance / to if distance else 0.0
-
-
 def verify(args: argparse.Namespace, settings: dict[str, Any], text: Text, dtype: torch.dtype) -> dict[str, Any]:
     """Trains over all processes and in one, compares on rank 0, prints the comparison there."""
-    from deepspeed.runtime.zero import GatheredParameters
-
     model = build_model(args, dtype, text.device)
     result = train(args, model, settings, text)
     is_first = dist.get_rank() == 0
+    start = trained = None
     if is_first:
         plain = build_model(args, dtype, text.device)
         start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
         result["losses_of_one"] = train_one(args, plain, text)
         trained = dict(plain.named_parameters())
-    to_norm, to_change = (0.0, ""), (0.0, "")
-    for name, parameter in model.named_parameters():
-        with GatheredParameters([parameter]), torch.no_grad():  # under ZeRO-3 every rank has a part
-            if is_first:
-                wanted = trained[name]
-                distance, norm = (parameter.to(wanted.device) - wanted).norm().item(), wanted.norm().item()
-                changed = (wanted - start[name]).norm().item()
-                to_norm = max(to_norm, (relative(distance, norm), name))
-                # What is stored is rounded, also where it hardly changed.
-                rounding = min(distance, torch.finfo(dtype).eps * norm)
-                to_change = max(to_change, (relative(distance - rounding, changed), name))
+    to_norm, to_change = common.largest_differences(model, start, trained)
     verdict = [True]
     if is_first:
         verdict = [report(result, model.config, dtype, to_norm, to_change)]
@@ -282,18 +237,12 @@ def verify(args: argparse.Namespace, settings: dict[str, Any], text: Text, dtype
     return {**result, "equal": verdict[0]}
 
 
-def report(result: dict[str, Any], config: Any, dtype: torch.dtype, to_norm: Worst, to_change: Worst) -> bool:
+def report(
+    result: dict[str, Any], config: Any, dtype: torch.dtype, to_norm: common.Worst, to_change: common.Worst
+) -> bool:
     """Prints the comparison; whether nothing differs by more than the tolerance."""
-    ours, one = result["losses"], result["losses_of_one"]
-    world = dist.get_world_size()
-    print(f"\n{'step':>6}{'one process':>16}{f'{world} processes':>16}{'difference':>14}")
-    for step, (a, b) in enumerate(zip(one, ours, strict=True)):
-        print(f"{step:>6}{a:>16.7f}{b:>16.7f}{abs(a - b):>14.1e}")
-    of_losses = max(relative(abs(a - b), abs(a)) for a, b in zip(one, ours, strict=True))
-    print(f"\nlargest relative difference of a loss: {of_losses:.1e}")
-    print(f"largest relative difference of a parameter, to its norm: {to_norm[0]:.1e} ({to_norm[1]})")
-    beyond = f"{to_change[0]:.1e} ({to_change[1]})" if to_change[0] else "none"
-    print(f"  to how much it changed, beyond the rounding of what is stored: {beyond}")
+    of_losses = common.report_curve("loss", result["losses_of_one"], result["losses"], dist.get_world_size())
+    common.report_parameters(to_norm, to_change)
 
     ranks, layers, size = result["ranks"], config.num_hidden_layers, torch.finfo(dtype).bits // 8
     sent = sum(result["bytes_per_token"][name] for name in ("forward", "backward")) / layers
@@ -306,11 +255,7 @@ def report(result: dict[str, Any], config: Any, dtype: torch.dtype, to_norm: Wor
         )
     worst = {"loss": of_losses, "parameter_to_norm": to_norm[0], "parameter_to_change": to_change[0]}
     result.update(largest_difference=worst, sent=sent, sent_by_three_all_to_alls=three)
-    equal = all(value <= TOLERANCE for value in worst.values())
-    print(
-        "\n" + (f"equal: nothing differs by more than {TOLERANCE}" if equal else f"DIFFERENT by more than {TOLERANCE}")
-    )
-    return equal
+    return common.report_verdict(worst)
 
 
 def main() -> int:

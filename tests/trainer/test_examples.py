@@ -1,0 +1,159 @@
+"""The examples of Trainer and TRL as a user starts them: through each launcher, over processes on the CPU."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HF_TRAINER = ROOT / "examples" / "train_hf_trainer.py"
+# Odd lengths, and steps that end within a round of the loader.
+SMALL = ("--verify", "--steps", "2", "--seq-len", "63", "--accumulation", "3", "--batch-size", "2")
+ACCELERATE_CONFIG = ROOT / "configs" / "accelerate_zero3_sp.yaml"
+
+
+def launch(launcher, *words, processes=2):
+    """Runs a script, or `--module` and its name, over processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = {
+        "python": [],
+        "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", str(processes), "--master_port", port],
+        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", port],
+        "accelerate": ["-m", "accelerate.commands.launch", "--config_file", ACCELERATE_CONFIG],
+    }[launcher]
+    if launcher == "accelerate":
+        command += ["--num_processes", str(processes), "--main_process_port", port]
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PATH": os.pathsep.join(["/nowhere", str(Path(sys.executable).parent)]),  # no compilers
+    }
+    return subprocess.run(
+        [sys.executable, *map(str, [*command, *words])], capture_output=True, text=True, timeout=200, env=environment
+    )
+
+
+def equals_one_process(result, file):
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = json.loads(file.read_text())
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert said[key] == pytest.approx(said["of_one"][key], rel=1e-5)
+    assert len(said["loss"]) == len(said["grad_norm"]) == 2
+    assert said["equal"] and all(value <= 1e-4 for value in said["largest_difference"].values())
+    assert "parameter to change" in said["largest_difference"]
+    assert "one process" in result.stdout and "equal" in result.stdout
+
+
+@pytest.mark.parametrize(("processes", "stage"), [(2, 0), (4, 3)])
+def test_trainer_equals_a_plain_one(processes, stage, tmp_path):
+    options = ("--sp-size", 2, "--zero-stage", stage, "--output", tmp_path, "--json", tmp_path / "result.json")
+    result = launch("deepspeed", HF_TRAINER, *SMALL, *options, processes=processes)
+    equals_one_process(result, tmp_path / "result.json")
+
+
+def test_accelerate_launch_with_our_config(tmp_path):
+    """What the config file says is not in the script: ZeRO-3, and two processes to a sequence."""
+    options = ("--sp-in-eval", "--output", tmp_path, "--json", tmp_path / "result.json")
+    result = launch("accelerate", HF_TRAINER, *SMALL, *options)
+    equals_one_process(result, tmp_path / "result.json")
+
+
+def test_verify_fails_if_the_gradient_is_wrong(tmp_path):
+    """By 1%, and in the processes only: the one process starts the example itself."""
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(f"""
+import runpy
+from accelerate import Accelerator
+
+backward = Accelerator.backward
+Accelerator.backward = lambda self, loss, **others: backward(self, 1.01 * loss, **others)
+runpy.run_path({str(HF_TRAINER)!r}, run_name="__main__")
+""")
+    result = launch("deepspeed", wrong, *SMALL, "--output", tmp_path, "--json", tmp_path / "result.json")
+    assert result.returncode == 1 and "DIFFERENT" in result.stdout, result.stdout + result.stderr
+    said = json.loads((tmp_path / "result.json").read_text())
+    assert said["loss"][0] == pytest.approx(said["of_one"]["loss"][0], rel=1e-6)
+    assert said["largest_difference"]["grad norm"] == pytest.approx(0.01, rel=0.1)
+    assert said["largest_difference"]["parameter to change"] == pytest.approx(0.01, rel=0.3)
+
+
+@pytest.mark.parametrize("options", [(), ("--lora", "--zero-stage", 3)])
+def test_sft_of_packed_documents(options, tmp_path):
+    result = launch(
+        "deepspeed", ROOT / "examples" / "train_sft_trl.py", "--sp-size", 2, "--steps", 3, "--max-length", 255,
+        "--output", tmp_path, *options,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "'train_loss'" in result.stdout
+    assert (tmp_path / ("adapter_model.safetensors" if options else "model.safetensors")).exists()
+
+
+# It does not know of this package.
+SCRIPT = """
+import argparse, json, os, sys
+
+import torch
+from accelerate.utils import ParallelismConfig
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Trainer, TrainingArguments
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank")
+parser.add_argument("file")
+file = parser.parse_args().file
+
+parallel = {}
+if "WORLD_SIZE" in os.environ and "ACCELERATE_USE_DEEPSPEED" not in os.environ:
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    parallel["deepspeed"] = auto | {"zero_optimization": {"stage": 3}}
+    parallel["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=2)
+args = TrainingArguments(
+    output_dir=os.path.dirname(file), per_device_train_batch_size=1, max_steps=2, learning_rate=0.1, optim="sgd",
+    use_cpu=True, logging_steps=1, save_strategy="no", report_to=[], train_sampling_strategy="sequential", **parallel,
+)
+torch.manual_seed(0)
+model = DeepseekV3ForCausalLM(DeepseekV3Config(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+    first_k_dense_replace=2, initializer_range=0.3, max_position_embeddings=64,
+))
+rows = torch.randint(2, 64, (4, 21)).tolist()
+trainer = Trainer(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+trainer.train()
+if trainer.is_world_process_zero():
+    logs = trainer.state.log_history
+    result = {key: [log[key] for log in logs if key in log] for key in ("loss", "grad_norm")}
+    result["is_installed"] = "ds_mla_ulysses" in sys.modules
+    with open(file, "w") as out:
+        json.dump(result, out)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """A script, and what it says in one process."""
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "train.py").write_text(SCRIPT)
+    result = launch("python", folder / "train.py", folder / "plain.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder / "train.py", json.loads((folder / "plain.json").read_text())
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "accelerate"])
+def test_run_module_trains_a_script_that_does_not_install(launcher, script, tmp_path):
+    path, plain = script
+    result = launch(launcher, "--module", "ds_mla_ulysses.run", path, tmp_path / "result.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = json.loads((tmp_path / "result.json").read_text())
+    assert said["is_installed"] and not plain["is_installed"]
+    for key in ("loss", "grad_norm"):
+        assert len(said[key]) == 2 and said[key] == pytest.approx(plain[key], rel=1e-5)
