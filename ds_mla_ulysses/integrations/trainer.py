@@ -167,7 +167,7 @@ class _Installation:
         if seen != processes:
             raise ValueError(
                 f"Accelerate sees {seen} of the {processes} processes: on a machine without accelerator set use_cpu=True in "
-                "TrainingArguments, or Accelerator(cpu=True)."
+                "TrainingArguments, or call accelerate.PartialState(cpu=True) before the Accelerator is built."
             )
         before = handle_of(model)
         if before in self._handles:  # of an earlier Trainer

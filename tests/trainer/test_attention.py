@@ -8,6 +8,7 @@ from rank_pool import raises_on_ranks, run_ranks
 from test_data import Packed
 from trainer_runs import (
     Collate,
+    Hashed,
     Run,
     assert_equal,
     build,
@@ -134,15 +135,8 @@ def test_activation_checkpointing(reentrant):
     assert_equal(over_ranks(2, Run(steps=5, args=checkpointing(reentrant)))[0], reference(Run(steps=5)))
 
 
-class _Hashed(dict):
-    """Settings of a Run are hashed."""
-
-    def __hash__(self):
-        return hash(tuple(self.items()))
-
-
 def checkpointing(reentrant):
-    return (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", _Hashed(use_reentrant=reentrant)))
+    return (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", Hashed(use_reentrant=reentrant)))
 
 
 def compiled(model):

@@ -14,6 +14,7 @@ from rank_pool import raises_on_ranks, run_ranks
 from test_data import eight
 from trainer_runs import (
     Collate,
+    Hashed,
     Run,
     assert_equal,
     build,
@@ -161,7 +162,7 @@ def without_sp(run):
         return result(trainer, before)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_sp_size_1(stage):
     for answer in run_ranks(2, without_sp, Run(sp=1, stage=stage)):
         assert_equal(answer, reference(Run(), 2))
@@ -286,13 +287,6 @@ def test_saved_models_are_plain_ones(stage):
         shutil.rmtree(folder)
 
 
-class Hashed(dict):
-    """Settings of a Run are hashed."""
-
-    def __hash__(self):
-        return hash(tuple(self.items()))
-
-
 def continued(run, folder, sp):
     """Goes on from a checkpoint with another sequence-parallel size, on the same number of processes."""
     import dataclasses
@@ -357,17 +351,16 @@ def test_models_loaded_under_zero_3(size):
 def own_loop(stage):
     """Accelerate without a Trainer: prepare takes model, optimizer and loader; handle_of gives the loss."""
     import torch.distributed as dist
-    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import ParallelismConfig
 
     with installed():
+        model = tiny_model("llama", torch.float32)  # before the plugin, which switches zero.Init on
         config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
         config |= {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
         sizes = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_shard_size=dist.get_world_size() // 2)
-        accelerator = Accelerator(
-            cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), parallelism_config=sizes
-        )
-        model = tiny_model("llama", torch.float32)
+        PartialState(cpu=True)
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), parallelism_config=sizes)
         loader = torch.utils.data.DataLoader(samples(), batch_size=2, collate_fn=Collate())
         before = parameters(model)
         engine, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), loader)
@@ -406,6 +399,9 @@ def register(how):
         if how == "name":
             UlyssesSPAttentionHF.register_with_transformers("some/model", "sdpa", 2, 1)
         if how == "by hand":
+            from accelerate import PartialState
+
+            PartialState(cpu=True)
             model = tiny_model("llama")
             ds_mla_ulysses.parallelize(model)
             UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 1)

@@ -62,6 +62,18 @@ class Run:
     handler: tuple[tuple[str, Any], ...] = ()
 
 
+class Hashed(dict):
+    """Nested settings of a Run, which is hashed."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
+
+
+def plain(settings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """Settings of a Run as ordinary dicts, which checkpoints may pickle."""
+    return {name: dict(value) if isinstance(value, Hashed) else value for name, value in settings}
+
+
 def samples(
     count: int = 24, low: int = 12, high: int = 40, seed: int = 3, supervise: Callable[[int, int], range] | None = None
 ) -> list[dict[str, Any]]:
@@ -158,7 +170,7 @@ def deepspeed_config(run: Run) -> dict[str, Any]:
         ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping"),
         "auto",
     )
-    return auto | {"zero_optimization": {"stage": run.stage}, "zero_allow_untested_optimizer": True} | dict(run.config)
+    return auto | {"zero_optimization": {"stage": run.stage}, "zero_allow_untested_optimizer": True} | plain(run.config)
 
 
 def training_arguments(run: Run, world: int, groups: int = 1, **more: Any) -> Any:
@@ -181,7 +193,7 @@ def training_arguments(run: Run, world: int, groups: int = 1, **more: Any) -> An
         remove_unused_columns=False,
         train_sampling_strategy="sequential",
     )
-    settings |= dict(run.args) | more
+    settings |= plain(run.args) | more
     if world:
         from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 

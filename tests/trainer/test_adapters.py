@@ -1,0 +1,219 @@
+"""PEFT, Liger and TRL on top of sequence-parallel training."""
+
+import functools
+import shutil
+import tempfile
+
+import pytest
+import torch
+from models import assert_gradients, tiny_model
+from rank_pool import raises_on_ranks, run_ranks
+from test_install import installed
+from trainer_runs import (
+    Collate,
+    Hashed,
+    Run,
+    assert_equal,
+    build,
+    equals_one_process,
+    fresh_state,
+    over_ranks,
+    parameters,
+    reference,
+    result,
+    samples,
+    sharded,
+)
+
+MLA = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+GQA = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def lora(model, targets):
+    """Adapters whose both factors are random, so that neither's gradient is zero at the first step."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+mla_lora, gqa_lora = functools.partial(lora, targets=MLA), functools.partial(lora, targets=GQA)
+
+
+def wants_gradients(trainer):
+    return {name: p.requires_grad for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("family,prepare,targets", [("deepseek_v3", mla_lora, MLA), ("llama", gqa_lora, GQA)])
+def test_lora(family, prepare, targets, stage, checkpointing):
+    """Adapters on every projection of attention move as in one process; what is frozen stays."""
+    run = Run(family, prepare=prepare, stage=stage, extra=wants_gradients)
+    args = (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", Hashed(use_reentrant=False)))
+    for answer in over_ranks(2, Run(**{**vars(run), "args": args}) if checkpointing else run):
+        assert_equal(answer, reference(run))
+        for name, change in answer["change"].items():
+            assert bool(change.any()) == ("lora_" in name), name
+            assert answer["extra"][name] == ("lora_" in name)
+        assert all(any(target in name for name, x in answer["change"].items() if x.any()) for target in targets)
+
+
+def saves_adapters(run, folder):
+    import torch.distributed as dist
+
+    with installed():
+        trainer = build(run, dist.get_world_size())
+        trainer.train()
+        trainer.save_model(folder)
+        return parameters(trainer.model)
+
+
+def test_adapters_are_loaded_by_peft_alone():
+    import json
+    from pathlib import Path
+
+    from peft import PeftModel
+
+    folder = tempfile.mkdtemp()
+    try:
+        want = run_ranks(2, saves_adapters, Run(prepare=mla_lora), folder)[0]
+        assert not (Path(folder) / "model.safetensors").exists()
+        assert "ulysses" not in json.dumps(json.loads((Path(folder) / "adapter_config.json").read_text()))
+        loaded = PeftModel.from_pretrained(tiny_model("deepseek_v3", torch.float32), folder)
+        assert_gradients({name: p.detach() for name, p in loaded.named_parameters()}, want, 1e-7)
+    finally:
+        shutil.rmtree(folder)
+
+
+def adapter_forward(by_attribute):
+    """PEFT calls `forward` of the model that it wraps: a hook on that one would not run."""
+    import ds_mla_ulysses as dmu
+
+    model = mla_lora(tiny_model("deepseek_v3"))
+    handle = dmu.parallelize(model.get_base_model() if by_attribute else model)
+    shard = dmu.shard_batch({"input_ids": torch.arange(4, 12).view(1, 8)}, handle.group)
+    model(**shard, labels=shard["input_ids"])
+
+
+def test_labels_are_refused_beneath_peft_too():
+    raises_on_ranks(2, ValueError, "labels cannot be given", adapter_forward, False)
+
+
+# Liger. Its kernels are Triton's: on a CPU they run in Triton's interpreter, if that is switched on before
+# Triton is imported, so in processes of their own.
+
+LIGER = """
+import os, sys, json
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path[:0] = json.loads(sys.argv[1])
+import test_adapters
+test_adapters.liger_main(*json.loads(sys.argv[2]))
+"""
+
+
+# TRL
+
+
+def texts(seed=3):
+    return samples(24, 12, 40, seed)
+
+
+def sft(run, world, **config):
+    """SFTTrainer with packing: rows of several documents, told apart by position ids."""
+    from datasets import Dataset
+    from transformers import PrinterCallback
+    from trl import SFTConfig, SFTTrainer
+
+    from trainer_runs import deepspeed_config
+
+    rows = [{"input_ids": row["input_ids"]} for row in texts()]
+    settings = dict(
+        output_dir=tempfile.gettempdir(),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=run.batch,
+        max_steps=run.steps,
+        learning_rate=0.05,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        log_level="error",
+        train_sampling_strategy="sequential",
+        gradient_checkpointing=False,
+        max_length=64,
+        dataset_kwargs={"skip_prepare_dataset": False},
+    )
+    if world:
+        from accelerate.utils import ParallelismConfig
+
+        sizes = ParallelismConfig(sp_backend="deepspeed", sp_size=run.sp, dp_shard_size=world // run.sp)
+        settings |= dict(deepspeed=deepspeed_config(run), parallelism_config=sizes)
+    model = tiny_model(run.family, torch.float32, **dict(run.model))
+    if run.prepare is not None:
+        model = run.prepare(model)
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(**settings | config),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+    trainer.remove_callback(PrinterCallback)
+    before = parameters(trainer.model)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    metrics = [{k: entry[k] for k in ("entropy", "mean_token_accuracy", "num_tokens")} for entry in logs]
+    return result(trainer, before) | {"metrics": metrics}
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"<{i}>": i for i in range(128)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<1>"))
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<0>", eos_token="<2>", unk_token="<1>")
+
+
+def sft_on_rank(run, config):
+    import torch.distributed as dist
+
+    with installed():
+        return sft(run, dist.get_world_size(), **config)
+
+
+@pytest.mark.parametrize("packing", [False, "bfd", "wrapped"])
+@pytest.mark.parametrize("family,stage", [("llama", 2), ("deepseek_v3", 3)])
+def test_sft(family, stage, packing):
+    config = dict(packing=bool(packing), padding_free=bool(packing))
+    if packing:
+        config["packing_strategy"] = packing
+    run = Run(family, stage=stage, batch=1 if packing else 2)
+    with fresh_state():
+        want = sft(run, 0, **config)
+    for answer in run_ranks(2, sft_on_rank, run, config):
+        assert_equal(answer, want)
+        for got, wanted in zip(answer["metrics"], want["metrics"], strict=True):
+            assert got["entropy"] == pytest.approx(wanted["entropy"], rel=1e-4)
+            assert got["mean_token_accuracy"] == pytest.approx(wanted["mean_token_accuracy"], abs=1e-6)
+
+
+def test_sft_with_lora():
+    run = Run("deepseek_v3", prepare=mla_lora, batch=1)
+    config = dict(packing=True, padding_free=True)
+    with fresh_state():
+        want = sft(run, 0, **config)
+    for answer in run_ranks(2, sft_on_rank, run, config):
+        assert_equal(answer, want)
+
+
+assert Collate and equals_one_process and sharded
