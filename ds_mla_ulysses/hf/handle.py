@@ -24,6 +24,8 @@ class Handle:
             read the same data and groups read different data.
         strategy: what travels between ranks.
         is_restored: whether `restore` was called.
+        owes_loss: whether a sharded forward with gradients was not followed by a loss of the whole group yet;
+            only with `by_batch`.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Handle:
         self._pause, self._undo = pause, undo
         self._engine: Any = None
         self.is_restored = False
+        self.owes_loss = False
 
     def attach_engine(self, engine: Any) -> None:
         """From here on, gradients of `loss` carry what this DeepSpeed engine divides by."""
@@ -63,6 +66,7 @@ class Handle:
         engine from `initialize` the gradient is scaled by what DeepSpeed divides by, so that its update
         is the one-process update.
         """
+        self.owes_loss = False
         if self._engine is None:
             return sequence_loss(logits, shift_labels, self.group, num_items)
         steps = self._engine.gradient_accumulation_steps()

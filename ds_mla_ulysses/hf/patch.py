@@ -296,7 +296,14 @@ class _Patch(_NotCopied):
     @torch.compiler.disable  # its collectives of Python objects cannot be traced
     def _before_text_model(self, text_model: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Gathers positions and padding once and sends the documents along with this forward."""
+        trains = text_model.training and torch.is_grad_enabled()
         if self._is_plain(kwargs.pop(SHARDED, None)):
+            if trains and not self.paused:
+                raise RuntimeError(
+                    "a training forward was not told that its batch is one rank's part: hand on what the loader gives, "
+                    "model(**batch) with ulysses_sharded in it. A forward of whole sequences, which this rank trains on "
+                    "alone, goes inside `with ds_mla_ulysses.handle_of(model).paused():`."
+                )
             # The plain model needs the masks of its own implementation.
             self.config._attn_implementation_internal = self.implementation
             return args, kwargs
@@ -325,6 +332,8 @@ class _Patch(_NotCopied):
             problem,
             torch.is_grad_enabled() and inputs.requires_grad,
         )
+        if self.by_batch and trains:
+            vars(text_model)["_ulysses_handle"].owes_loss = True
         given |= {"position_ids": positions, "attention_mask": None, "use_cache": False, DOCUMENTS: documents}
         return (), given
 

@@ -126,8 +126,24 @@ def build_engine(
         )
     if not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()):
         _keep_norm(engine)
+    _check_losses(engine, handle)
     handle.attach_engine(engine)
     return (engine, *rest)
+
+
+def _check_losses(engine: Any, handle: Handle) -> None:
+    """Keeps backward from a loss of one rank's tokens, whose gradients would have another scale."""
+    backward = engine.backward
+
+    def checked_backward(*args: Any, **kwargs: Any) -> Any:
+        if handle.owes_loss:
+            raise RuntimeError(
+                "the loss of a sharded batch was not computed over its group: in a Trainer's compute_loss return that of "
+                "super().compute_loss, in a loop of your own use ds_mla_ulysses.handle_of(model).loss(logits, shift_labels)."
+            )
+        return backward(*args, **kwargs)
+
+    engine.backward = checked_backward
 
 
 def _keep_norm(engine: Any) -> None:

@@ -319,6 +319,7 @@ def _sharded_loss(
     if num_items is not None and trainer.args.average_tokens_across_devices:
         loss = loss * handle.data_size  # of the mean over data-parallel groups, the sum
     trainer.loss_is_scaled_for_ga = num_items is not None
+    handle.owes_loss = False
     return loss, outputs
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from models import assert_gradients, tiny_model
 from rank_pool import raises_on_ranks, run_ranks
-from test_data import eight
 from trainer_runs import (
     Collate,
     Hashed,
@@ -269,7 +268,7 @@ def test_saved_models_are_plain_ones(stage):
         want = run_ranks(2, saved, run, str(folder))[0]
         loaded = AutoModelForCausalLM.from_pretrained(folder / "final")
         assert [*dict(loaded.named_parameters())] == [*want]
-        assert_gradients(dict(loaded.named_parameters()), want, 1e-7)
+        assert_gradients({name: p.detach() for name, p in loaded.named_parameters()}, want, 1e-7)
         assert "ulysses" not in json.dumps(json.loads((folder / "final/config.json").read_text()))
         checkpoint = folder / "checkpoint-3"
         script = [sys.executable, "zero_to_fp32.py", ".", "fp32"]
@@ -435,5 +434,74 @@ def test_a_batch_without_its_mark():
     raises_on_ranks(2, ValueError, "a training batch is not sharded", sharded, Run(trainer=forgets_the_mark))
 
 
-def test_eight_samples():
-    assert equals_one_process(2, Run(data=eight, batch=1))
+def forward_without_the_mark():
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(input_ids=inputs["input_ids"], labels=inputs["input_ids"]).loss
+
+    return {"class": Own}
+
+
+def test_a_training_forward_without_the_mark():
+    raises_on_ranks(2, RuntimeError, "was not told that its batch is", sharded, Run(trainer=forward_without_the_mark))
+
+
+def loss_of_its_own():
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("shift_labels")
+            return torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
+
+    return {"class": Own}
+
+
+def test_a_loss_of_one_ranks_tokens():
+    raises_on_ranks(2, RuntimeError, "was not computed over its group", sharded, Run(trainer=loss_of_its_own))
+
+
+def scaled_loss():
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            return (2 * loss, outputs) if return_outputs else 2 * loss
+
+    return {"class": Own}
+
+
+def test_a_compute_loss_on_top_of_the_trainers():
+    args = (("gradient_accumulation_steps", 2),)
+    equals_one_process(2, Run("llama", trainer=scaled_loss, args=args))
+
+
+def other_forwards(run):
+    """In the middle of training: a plain forward with gradients, of whole sequences, inside paused()."""
+    import torch.distributed as dist
+    from transformers import TrainerCallback
+
+    whole, found = Collate()(samples(2)), []
+
+    class Ask(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            with ds_mla_ulysses.handle_of(model).paused():
+                found.append(model(**whole, use_cache=False).loss.item())
+
+    with installed():
+        trainer = build(run, dist.get_world_size())
+        trainer.add_callback(Ask())
+        before = parameters(trainer.model)
+        trainer.train()
+        return result(trainer, before) | {"found": found}
+
+
+def test_plain_forwards_between():
+    with torch.no_grad():
+        want = tiny_model("llama", torch.float32)(**Collate()(samples(2)), use_cache=False).loss.item()
+    for answer in run_ranks(2, other_forwards, Run("llama")):
+        assert_equal(answer, reference(Run("llama")))
+        assert answer["found"][0] == pytest.approx(want, rel=1e-6) and len(set(answer["found"])) == 3
