@@ -8,6 +8,15 @@ VERSION_FILE = (ROOT / "ds_mla_ulysses/version.py").read_text()
 VERSION = re.search(r'^__version__ = "([^"]+)"', VERSION_FILE, re.MULTILINE).group(1)
 README = ROOT / "README.md"
 
+TRAINER = [
+    # 0.17 cannot be imported with transformers 5
+    "peft>=0.18.0",
+    # until 1.14 it computes the loss in the model's forward, which install() refuses; 1.15 does on GPUs only
+    "trl>=1.16.0",
+    # the oldest that was tried
+    "liger-kernel>=0.7.0",
+]
+
 setup(
     name="ds-mla-ulysses",
     version=VERSION,
@@ -28,7 +37,7 @@ setup(
     ],
     extras_require={
         "flash": ["flash-attn"],
-        "trainer": ["peft", "trl"],
-        "test": ["pytest", "ruff"],
+        "trainer": TRAINER,
+        "test": [*TRAINER, "pytest", "ruff"],
     },
 )

@@ -177,7 +177,8 @@ class _Installation:
         if core_attn_implementation not in (None, implementation):
             raise ValueError(
                 f"sp_attn_implementation={core_attn_implementation!r}, but the model was loaded with "
-                f"attn_implementation={implementation!r}: leave sp_attn_implementation out, or load the model with it."
+                f"attn_implementation={implementation!r}: leave sp_attn_implementation out (accelerate launch says 'sdpa' by "
+                f"itself: set parallelism_config_sp_attn_implementation to {implementation!r}), or load the model with it."
             )
         group = self._groups.get(sp_size)
         which: dict[str, Any] = {"sp_size": sp_size} if group is None else {"group": group}
@@ -391,9 +392,8 @@ def _check_loss(model: nn.Module) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     base = _base_model(model)
-    code = getattr(inspect.unwrap(base.forward), "__code__", None)
-    is_usual = code is not None and {"loss_function", "logits"} & set(code.co_names + code.co_varnames)
-    if not is_usual or getattr(base, "loss_function", None) is not ForCausalLMLoss:
+    calls = getattr(getattr(inspect.unwrap(base.forward), "__code__", None), "co_names", ())
+    if "loss_function" not in calls or base.loss_function is not ForCausalLMLoss:
         raise ValueError(
             f"{type(base).__name__} has a loss other than the cross entropy of the next token (ForCausalLMLoss), and would "
             "compute it on one rank's tokens: train it without sequence parallelism, or with a loop of your own and "

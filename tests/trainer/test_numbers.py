@@ -1,6 +1,7 @@
 """Trainer over ranks equals one process: losses, gradient norms, updates."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,6 +153,27 @@ def checksums(trainer):
     from trainer_runs import parameters
 
     return {name: zlib.crc32(p.numpy().tobytes()) for name, p in parameters(trainer.model).items()}
+
+
+def from_files(stage):
+    from trainer_runs import Hashed
+
+    from ds_mla_ulysses.integrations.deepspeed import load_config
+
+    folder = Path(__file__).parents[2] / "configs"
+    settings = load_config([folder / f"zero{stage}.json", folder / "cpu.json"])
+    settings = {name: Hashed(x) if isinstance(x, dict) else x for name, x in settings.items()}
+    return tuple(({"train_batch_size": "auto"} | settings).items())
+
+
+def test_the_configs_of_this_repository():
+    """AdamW, clipping, bucket sizes: the ZeRO stages agree with each other."""
+    said_twice = (("adam_beta2", 0.95), ("weight_decay", 0.1), ("max_grad_norm", 1.0))
+    args = (("learning_rate", 1e-3), *said_twice)
+    runs = [over_ranks(2, Run(config=from_files(stage), args=args))[0] for stage in (1, 2, 3)]
+    for got in runs[1:]:
+        assert got["losses"] == pytest.approx(runs[0]["losses"], rel=1e-5)
+        assert got["norms"] == pytest.approx(runs[0]["norms"], rel=1e-4)
 
 
 def test_the_comparison_can_fail():
