@@ -23,6 +23,7 @@ from trainer_runs import (
     reference,
     result,
     samples,
+    training_arguments,
 )
 
 MLA = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -90,18 +91,18 @@ def test_adapters_are_loaded_by_peft_alone():
         shutil.rmtree(folder)
 
 
-def adapter_forward(by_attribute):
-    """PEFT calls `forward` of the model that it wraps: a hook on that one would not run."""
+def adapter_forward():
+    """PEFT calls `forward` of the model that it wraps, so a hook on that one would not run: ours is on the outermost."""
     import ds_mla_ulysses as dmu
 
     model = mla_lora(tiny_model("deepseek_v3"))
-    handle = dmu.parallelize(model.get_base_model() if by_attribute else model)
+    handle = dmu.parallelize(model)
     shard = dmu.shard_batch({"input_ids": torch.arange(4, 12).view(1, 8)}, handle.group)
     model(**shard, labels=shard["input_ids"])
 
 
 def test_labels_are_refused_beneath_peft_too():
-    raises_on_ranks(2, ValueError, "labels cannot be given", adapter_forward, False)
+    raises_on_ranks(2, ValueError, "labels cannot be given", adapter_forward)
 
 
 @pytest.mark.parametrize("fused", ["fused", "logits"])
@@ -119,41 +120,17 @@ def test_liger(family, fused):
 def sft(run, world, **config):
     """SFTTrainer with packing: rows of several documents, told apart by position ids."""
     from datasets import Dataset
-    from trainer_runs import deepspeed_config
     from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
+    of_sft = dict(bf16=False, gradient_checkpointing=False, max_length=64, remove_unused_columns=True)
     rows = [{"input_ids": row["input_ids"]} for row in samples()]
-    settings = dict(
-        output_dir=tempfile.gettempdir(),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=run.batch,
-        max_steps=run.steps,
-        learning_rate=0.05,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        log_level="error",
-        train_sampling_strategy="sequential",
-        gradient_checkpointing=False,
-        max_length=64,
-    )
-    if world:
-        from accelerate.utils import ParallelismConfig
-
-        sizes = ParallelismConfig(sp_backend="deepspeed", sp_size=run.sp, dp_shard_size=world // run.sp)
-        settings |= dict(deepspeed=deepspeed_config(run), parallelism_config=sizes)
     model = tiny_model(run.family, torch.float32, **dict(run.model))
     if run.prepare is not None:
         model = run.prepare(model)
     trainer = SFTTrainer(
         model=model,
-        args=SFTConfig(**settings | config),
+        args=training_arguments(run, world, kind=SFTConfig, **of_sft | config),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
     )

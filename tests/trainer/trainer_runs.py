@@ -173,7 +173,8 @@ def deepspeed_config(run: Run) -> dict[str, Any]:
     return auto | {"zero_optimization": {"stage": run.stage}, "zero_allow_untested_optimizer": True} | plain(run.config)
 
 
-def training_arguments(run: Run, world: int, groups: int = 1, **more: Any) -> Any:
+def training_arguments(run: Run, world: int, groups: int = 1, kind: Any = None, **more: Any) -> Any:
+    """TrainingArguments of a run, or of a `kind` derived from them; `world` 0 is one plain process."""
     from transformers import TrainingArguments
 
     settings: dict[str, Any] = dict(
@@ -202,7 +203,7 @@ def training_arguments(run: Run, world: int, groups: int = 1, **more: Any) -> An
         if run.handler:
             sizes["sp_handler"] = DeepSpeedSequenceParallelConfig(**dict(run.handler))
         settings |= dict(deepspeed=deepspeed_config(run), parallelism_config=ParallelismConfig(**sizes))
-    return TrainingArguments(**settings)
+    return (kind or TrainingArguments)(**settings)
 
 
 def build(run: Run, world: int, groups: int = 1, **more: Any) -> Any:
