@@ -17,10 +17,10 @@ help:
 	@echo "make lint        ruff: rules and formatting"
 	@echo "make test-floor  tests/hf and tests/deepspeed with the oldest supported releases"
 	@echo "make clean       remove environments and caches"
-	@echo "The first of them makes .venv (2 minutes and 1 GB with a CPU build of torch, more with CUDA). Another Python: make PYTHON=python3.12 test"
+	@echo "The first of them makes .venv (2 minutes and 2.5 GB with a CPU build of torch, more with CUDA). Another Python: make PYTHON=python3.12 test"
 
 .venv/stamp: setup.py constraints.txt
-	@echo "Making .venv with torch, deepspeed and transformers (about 2 minutes, once)"
+	@echo "Making .venv with torch, deepspeed, transformers and trl (about 2 minutes, once)"
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 10) <= v < (3, 14) and "Python 3.10 to 3.13 is needed, $(PYTHON) is %d.%d: make PYTHON=..." % v)'
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@# torch first and pinned: what comes next must not look for a newer one, with gigabytes of CUDA

@@ -11,10 +11,10 @@ README = ROOT / "README.md"
 TRAINER = [
     # 0.17 cannot be imported with transformers 5
     "peft>=0.18.0",
-    # until 1.14 it computes the loss in the model's forward, which install() refuses; 1.15 does on GPUs only
+    # of 1.9, 1.12 and 1.14 install() refuses the loss; 1.15's needs a GPU and was not tried
     "trl>=1.16.0",
-    # the oldest that was tried
-    "liger-kernel>=0.7.0",
+    # 0.8.0 has no kernels for DeepSeek-V3; those in between were not tried
+    "liger-kernel>=0.8.5",
 ]
 
 setup(
