@@ -84,19 +84,12 @@ def exchange_batches(
     """
     parts: list[bytes] = [b""] * group.size
     if batch is not None and problem is None:
-        batch = {name: x for name, x in batch.items() if x is not None}
-        if "position_ids" in batch:
-            batch = {name: x for name, x in batch.items() if name not in _OF_WHOLE_ROWS}
         try:
-            _shape(batch)
-            on_host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
-            # A slice would be pickled with all that it is a slice of.
-            parts = [
-                pickle.dumps({n: x.clone() if isinstance(x, Tensor) else x for n, x in part.items()})
-                for part in _parts(on_host, range(group.size), group.size)
-            ]
+            parts = _packed(batch, group.size)
         except ValueError as error:
             problem = str(error)
+        except Exception as error:  # whatever it is, the other ranks wait for this one
+            problem = f"its batch cannot be sent: {type(error).__name__}: {error}"
     said = gather_objects(group, (problem, [len(part) for part in parts]))
     raise_first([text for text, _ in said])
     received = [lengths[group.rank] for _, lengths in said]
@@ -104,6 +97,17 @@ def exchange_batches(
         return [None] * group.size
     arrived = exchange_bytes(parts, received, group, device)
     return [_received(part, device) if part else None for part in arrived]
+
+
+def _packed(batch: Mapping[str, Any], size: int) -> list[bytes]:
+    on_host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items() if x is not None}
+    if "position_ids" in on_host:
+        on_host = {name: x for name, x in on_host.items() if name not in _OF_WHOLE_ROWS}
+    # A slice would be pickled with all that it is a slice of.
+    return [
+        pickle.dumps({name: x.clone() if isinstance(x, Tensor) else x for name, x in part.items()})
+        for part in _parts(on_host, range(size), size)
+    ]
 
 
 def _received(part: bytes, device: torch.device) -> dict[str, Any]:

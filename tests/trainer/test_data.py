@@ -319,6 +319,20 @@ class BadOnce(Collate):
         return batch
 
 
+class Unsendable(Collate):
+    def __call__(self, rows):
+        batch = super().__call__(rows)
+        return batch | {"what": (lambda: None) if 3 in [row["sample"] for row in rows] else None}
+
+
+def unsendable():
+    return {"data_collator": Unsendable()}
+
+
+def test_a_batch_that_cannot_be_sent():
+    raises_on_ranks(2, ValueError, "rank 1 of the group: its batch cannot", sharded, Run(batch=1, trainer=unsendable))
+
+
 def bad_once():
     return {"data_collator": BadOnce()}
 
