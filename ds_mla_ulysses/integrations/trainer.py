@@ -19,6 +19,7 @@ is, it says itself (`ulysses_sharded`): neither `training` nor a setting decides
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import importlib.metadata
@@ -75,6 +76,8 @@ def install(*, sp_in_eval: bool = False) -> None:
         if version != tested:
             warnings.warn(f"{package} {version} is not the version that was tested ({tested}).", stacklevel=2)
     _installation = _Installation(sp_in_eval)
+    # A process group whose threads outlive the interpreter can abort the process after all work is done.
+    atexit.register(uninstall)
     init_deepspeed_on_cpu()
 
 
@@ -84,6 +87,7 @@ def uninstall() -> None:
     if _installation is not None:
         _installation.undo()
         _installation = None
+        atexit.unregister(uninstall)
 
 
 @dataclass(frozen=True)
