@@ -1,0 +1,73 @@
+"""What a model says of its MoBA layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: The implementations, by name. "auto" stands for one of them: see `choose_implementation`.
+IMPLEMENTATIONS = ("reference", "torch")
+
+
+@dataclass(frozen=True)
+class MoBAConfig:
+    """Which layers run MoBA, and how.
+
+    Args:
+        moba_chunk_size: tokens per block.
+        moba_topk: blocks per query and head, its own one counted. 1 is attention within blocks.
+        full_attention_layers: indices of layers with full attention; negative ones count from the last.
+        dense: the attention implementation of those layers, by its name in transformers.
+        implementation: "auto", or one of `IMPLEMENTATIONS`.
+
+    Source: Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs (arXiv 2502.13189).
+
+    Raises:
+        ValueError: a value that means nothing.
+    """
+
+    moba_chunk_size: int = 4096
+    moba_topk: int = 12
+    full_attention_layers: tuple[int, ...] = ()
+    dense: str = "sdpa"
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_blocks(self.moba_chunk_size, self.moba_topk)
+        layers = self.full_attention_layers
+        if not isinstance(layers, (tuple, list)) or not all(_is_int(i) for i in layers):
+            raise ValueError(f"full_attention_layers must be a tuple of layer indices, got {layers!r}.")
+        object.__setattr__(self, "full_attention_layers", tuple(layers))
+        if not isinstance(self.dense, str) or not self.dense:
+            raise ValueError(
+                f"dense must be the name of an attention implementation, such as 'sdpa', got {self.dense!r}."
+            )
+        check_implementation(self.implementation)
+
+    def is_full(self, layer: int, layers: int) -> bool:
+        """Whether layer `layer` of a model of `layers` layers has full attention.
+
+        Raises:
+            ValueError: the layer, or one of `full_attention_layers`, is not in the model.
+        """
+        for index in (layer, *self.full_attention_layers):
+            if not -layers <= index < layers:
+                raise ValueError(f"layer {index} is not in a model of {layers} layers: see full_attention_layers.")
+        return layer % layers in {index % layers for index in self.full_attention_layers}
+
+
+def check_blocks(moba_chunk_size: int, moba_topk: int) -> None:
+    """Refuses anything but two integers from 1 on."""
+    for name, value in (("moba_chunk_size", moba_chunk_size), ("moba_topk", moba_topk)):
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"{name} must be an integer from 1 on, got {value!r}.")
+
+
+def check_implementation(name: str) -> None:
+    """Refuses a name that stands for nothing."""
+    if name not in ("auto", *IMPLEMENTATIONS):
+        valid = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"unknown MoBA implementation {name!r}: choose 'auto' or one of {valid}.")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
