@@ -1,0 +1,189 @@
+"""Names, configuration, and what is refused."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_mla_ulysses.moba import MoBAConfig, choose_implementation, moba_attention, moba_attn_varlen, moba_select
+from ds_mla_ulysses.moba.config import IMPLEMENTATIONS
+
+
+def test_config():
+    config = MoBAConfig()
+    assert asdict(config) == {
+        "moba_chunk_size": 4096,
+        "moba_topk": 12,
+        "full_attention_layers": (),
+        "dense": "sdpa",
+        "implementation": "auto",
+    }
+    assert MoBAConfig(**json.loads(json.dumps(asdict(config)))) == config
+    assert hash(replace(config, full_attention_layers=[3, -1])) == hash(MoBAConfig(full_attention_layers=(3, -1)))
+    with pytest.raises(FrozenInstanceError):
+        config.moba_topk = 3
+
+
+def test_layers():
+    config = MoBAConfig(full_attention_layers=(0, -1, -2))
+    assert [config.is_full(i, 5) for i in range(5)] == [True, False, False, True, True]
+    assert not MoBAConfig().is_full(0, 1)
+    for layer, layers in ((5, 5), (0, 1)):
+        with pytest.raises(ValueError, match=f"is not in a model of {layers} layers"):
+            config.is_full(layer, layers)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"moba_chunk_size": 0}, "moba_chunk_size must be an integer from 1 on, got 0"),
+        ({"moba_chunk_size": 64.0}, "got 64.0"),
+        ({"moba_topk": True}, "moba_topk must be an integer from 1 on, got True"),
+        ({"moba_topk": -1}, "moba_topk"),
+        ({"full_attention_layers": 3}, "full_attention_layers must be a tuple of layer indices, got 3"),
+        ({"full_attention_layers": ("last",)}, "full_attention_layers"),
+        ({"dense": ""}, "dense must be the name"),
+        (
+            {"implementation": "fast"},
+            "unknown MoBA implementation 'fast': choose 'auto' or one of 'reference', 'torch'",
+        ),
+    ],
+)
+def test_bad_config(change, message):
+    with pytest.raises(ValueError, match=message):
+        MoBAConfig(**change)
+
+
+def test_implementations():
+    assert choose_implementation() == choose_implementation("auto", "cuda") == "torch"
+    assert [choose_implementation(name) for name in IMPLEMENTATIONS] == list(IMPLEMENTATIONS)
+    x = torch.randn(9, 2, 4)
+    auto, chosen = (moba_attn_varlen(x, x, x, None, None, 4, 2, implementation=name) for name in ("auto", "torch"))
+    assert torch.equal(auto, chosen)
+    for name in ("flash", None):
+        with pytest.raises(ValueError, match="choose 'auto' or one of 'reference', 'torch'"):
+            moba_attn_varlen(x, x, x, None, None, 4, 2, implementation=name)
+
+
+def bad(change):
+    q, k, v = torch.randn(20, 4, 6), torch.randn(20, 2, 6), torch.randn(20, 2, 5)
+    cu, longest, block, topk, settings = torch.tensor([0, 5, 20]), None, 4, 2, {}
+    if change == "rank":
+        q = q[None]
+    if change == "tokens":
+        v = v[1:]
+    if change == "queries":
+        q = q[1:]
+    if change == "widths":
+        k = k[..., 1:]
+    if change == "heads":
+        k, v = torch.randn(20, 3, 6), torch.randn(20, 3, 5)
+    if change == "no heads":
+        q = q[:, :0]
+    if change == "dtypes":
+        v = v.bfloat16()
+    if change == "integers":
+        q, k, v = q.long(), k.long(), v.long()
+    if change == "device":
+        k = k.to("meta")
+    if change == "cu dtype":
+        cu = cu.float()
+    if change == "cu list":
+        cu = [0, 5, 20]
+    if change == "cu end":
+        cu = torch.tensor([0, 5, 19])
+    if change == "cu start":
+        cu = torch.tensor([1, 20])
+    if change == "cu order":
+        cu = torch.tensor([0, 9, 5, 20])
+    if change == "cu empty":
+        cu = cu[:0]
+    if change == "max_seqlen":
+        longest = 14
+    if change == "only queries":
+        cu, settings = None, {"cu_seqlens_q": cu}
+    if change == "documents":
+        settings["cu_seqlens_q"] = torch.tensor([0, 20])
+    if change == "too many queries":
+        settings["cu_seqlens_q"] = torch.tensor([0, 6, 20])
+    if change == "more queries than keys":
+        cu, k, v = None, k[:7], v[:7]
+    if change == "block":
+        block = 0
+    if change == "topk":
+        topk = 1.5
+    return (q, k, v, cu, longest, block, topk), settings
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ("rank", "q must be .*got q .1, 20, 4, 6.*flatten a batch"),
+        ("tokens", "q must be"),
+        ("queries", "got 19 queries and 20 keys: say with cu_seqlens_q"),
+        ("widths", "q must be"),
+        ("heads", "query heads must be a multiple of key/value heads, got q .20, 4, 6., k .20, 3, 6."),
+        ("no heads", "q must be"),
+        ("dtypes", "one dtype, .* got q torch.float32, k torch.float32, v torch.bfloat16"),
+        ("integers", "one dtype"),
+        ("device", "one device, got q cpu, k meta, v cpu"),
+        ("cu dtype", "cu_seqlens must be an int32 or int64 tensor .*got torch.float32 .3,."),
+        ("cu list", "got list"),
+        ("cu end", "cu_seqlens_q must rise from 0 to the number of tokens, 20, got .0, 5, 19."),
+        ("cu start", "must rise from 0"),
+        ("cu order", "must rise from 0"),
+        ("cu empty", "must rise from 0"),
+        ("max_seqlen", "max_seqlen is 14, but a document of cu_seqlens has 15 tokens"),
+        ("only queries", "cu_seqlens_q was given without cu_seqlens"),
+        ("documents", "the same documents, got 1 and 2"),
+        ("too many queries", "document 0..5 has 6 queries but 5 keys"),
+        ("more queries than keys", "document 0..7 has 20 queries but 7 keys"),
+        ("block", "moba_chunk_size must be an integer from 1 on, got 0"),
+        ("topk", "moba_topk must be an integer from 1 on, got 1.5"),
+    ],
+)
+def test_bad_input(change, message, implementation):
+    args, settings = bad(change)
+    with pytest.raises(ValueError, match=message):
+        moba_attn_varlen(*args, **settings, implementation=implementation)
+    if change not in ("tokens", "dtypes", "max_seqlen"):
+        q, k, _, cu, _, block, topk = args
+        with pytest.raises(ValueError):
+            moba_select(q, k, cu, block, topk, **settings)
+
+
+def test_good_input_is_what_bad_input_changes():
+    args, settings = bad(None)
+    assert moba_attn_varlen(*args, **settings).shape == (20, 4, 5)
+
+
+def test_bad_batches():
+    x = torch.randn(2, 9, 2, 4)
+    for q, k in ((x[0], x), (x, x[:1])):
+        with pytest.raises(ValueError, match="must be .batch, tokens, heads, width. of one batch"):
+            moba_attention(q, k, k, 4, 2)
+    with pytest.raises(ValueError, match="has 9 queries but 5 keys"):
+        moba_attention(x, x[:, :5], x[:, :5], 4, 2)
+
+
+def test_benchmark_runs(monkeypatch, capsys):
+    script = Path(__file__).parents[2] / "benchmarks" / "moba.py"
+    spec = importlib.util.spec_from_file_location("moba_benchmark", script)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    options = ["--block", "32", "--threads", str(torch.get_num_threads()), "--pairs", "1", "--no-memory", "--json"]
+    monkeypatch.setattr(sys, "argv", ["moba.py", "--tokens", "300", "500", *options])
+    benchmark.main()
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["tokens"] for row in rows] == [300, 500] and rows[0]["ms"][options[3]]["pairs"] == 1
+
+    command = [sys.executable, script, "--tokens", "4096", "--block", "64", "--memory-of", "moba"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 28 <= float(done.stdout) < 80  # seven tensors of 4 MiB are inputs and gradients
