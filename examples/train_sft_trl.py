@@ -73,6 +73,7 @@ def main() -> None:
     trainer.train()
     trainer.save_model()
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 

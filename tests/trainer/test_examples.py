@@ -34,6 +34,7 @@ def launch(launcher, *words, processes=2):
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
+        "PYTHONFAULTHANDLER": "1",  # says where a process was that aborts
         "PATH": os.pathsep.join(["/nowhere", str(Path(sys.executable).parent)]),  # no compilers
     }
     return subprocess.run(
@@ -134,6 +135,7 @@ if trainer.is_world_process_zero():
     with open(file, "w") as out:
         json.dump(result, out)
 if torch.distributed.is_initialized():
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 """
 
