@@ -24,6 +24,7 @@ _WHERE = {
     "TrafficMeter": "comm.traffic",
     "UlyssesAttention": "attention.ulysses",
     "UlyssesMLAAttention": "attention.mla",
+    "UlyssesMoBAAttention": "attention.moba",
     "UnsupportedModelError": "hf.families",
     "handle_of": "hf.patch",
     "initialize": "integrations.deepspeed",
@@ -37,6 +38,7 @@ __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:
     from .attention.mla import UlyssesMLAAttention
+    from .attention.moba import UlyssesMoBAAttention
     from .attention.ulysses import UlyssesAttention
     from .comm.group import SequenceGroup
     from .comm.traffic import TrafficMeter

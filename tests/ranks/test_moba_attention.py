@@ -1,0 +1,95 @@
+"""UlyssesMoBAAttention equals MoBA on whole tensors in one process: forward and gradients, every rank."""
+
+import pytest
+import torch
+from rank_pool import raises_on_ranks, run_ranks
+
+K, V = 8, 5
+
+
+def whole_tensors(B, S, H, G, width):
+    generator = torch.Generator().manual_seed(S)
+    shapes = [(B, S, H, K), (B, S, G, K), (B, S, G, width), (B, S, H, width)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+
+
+def oracle(q, k, v, grad, boundaries, block, topk, scale):
+    """All heads, the boolean-mask reference, one process."""
+    from ds_mla_ulysses.moba import moba_attn_varlen
+
+    B, S = q.shape[:2]
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    cu = torch.tensor(boundaries) if boundaries is not None else torch.arange(B + 1) * S
+    flat = [x.flatten(0, 1) for x in inputs]
+    out = moba_attn_varlen(*flat, cu, None, block, topk, scale=scale, implementation="reference").unflatten(0, (B, S))
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+def check(B, T, H, G, width, batch_dim_idx, boundaries, block, topk, scale=None, implementation="torch"):
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.comm.group import SequenceGroup
+    from ds_mla_ulysses.moba import MoBAConfig
+
+    group = SequenceGroup.of(dist.group.WORLD)
+    whole = whole_tensors(B, T * group.size, H, G, width)
+    want = oracle(*whole, boundaries, block, topk, scale)
+    mine = slice(group.rank * T, (group.rank + 1) * T)
+    flip = (lambda x: x.transpose(0, 1)) if batch_dim_idx == 1 else (lambda x: x)
+    config = MoBAConfig(moba_chunk_size=block, moba_topk=topk, implementation=implementation)
+    attention = dmu.UlyssesMoBAAttention(config, group)
+    inputs = [flip(x[:, mine]).contiguous().requires_grad_() for x in whole[:3]]
+    cu = None if boundaries is None else torch.tensor(boundaries)
+    with dmu.TrafficMeter() as meter:
+        out = attention(*inputs, batch_dim_idx, cu_seqlens=cu, scale=scale)
+        out.backward(flip(whole[3][:, mine]).contiguous())
+    assert out.is_contiguous()
+    for got, expected in zip([out.detach(), *(x.grad for x in inputs)], want, strict=True):
+        torch.testing.assert_close(flip(got), expected[:, mine], rtol=1e-10, atol=1e-11)
+    if group.size > 1:
+        assert meter.calls == {("all_to_all", "forward"): 2, ("all_to_all", "backward"): 2}
+
+
+@pytest.mark.parametrize("batch_dim_idx", [0, 1])
+@pytest.mark.parametrize("H,G", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_equals_one_process(size, H, G, batch_dim_idx):
+    """Blocks of 7 in 46 or 92 tokens: they begin anywhere in a rank's part, and the last is not complete."""
+    run_ranks(size, check, 2, 23, H, G, V, batch_dim_idx, None, 7, 3)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("topk", [1, 2, 5, 40])
+def test_blocks_per_query(size, topk):
+    run_ranks(size, check, 1, 32, 4, 2, K, 0, None, 8, topk, 0.3)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_documents_are_those_of_the_whole_sequence(size):
+    """The grid of blocks restarts in each; they cross the ranks, one is shorter than a block and one empty."""
+    S = 24 * size
+    boundaries = [0, 5, 5, 31, S, S + 17, 2 * S]
+    run_ranks(size, check, 2, 24, 4, 2, V, 0, boundaries, 4, 2)
+
+
+@pytest.mark.parametrize("size,H,G", [(2, 6, 3), (4, 5, 1)])
+def test_heads_that_do_not_divide(size, H, G):
+    run_ranks(size, check, 1, 20, H, G, V, 0, None, 6, 2)
+
+
+def test_the_reference_can_be_chosen():
+    run_ranks(2, check, 1, 16, 4, 2, V, 0, None, 4, 2, None, "reference")
+
+
+def positional():
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.moba import MoBAConfig
+
+    x = torch.zeros(1, 4, 2, K)
+    dmu.UlyssesMoBAAttention(MoBAConfig(), None)(x, x, x, 0, None, 3)
+
+
+def test_positional_arguments_are_refused():
+    raises_on_ranks(2, ValueError, "MoBA takes cu_seqlens and scale by keyword", positional)
