@@ -116,13 +116,14 @@ def test_strides_and_gradients_without_strides():
 
 
 def errors(got, want):
-    return [float((x.double() - y).abs().max()) for x, y in zip(got, want, strict=True)]
+    """Relative, root mean square."""
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, want, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("S,block,topk", [(700, 50, 4), (900, 300, 2)])
+@pytest.mark.parametrize("S,block,topk", [(700, 50, 4), (900, 300, 2), (800, 16, 30)])
 def test_rounding(dtype, S, block, topk, monkeypatch):
-    """No more than twice the error that the same kernel makes of dense attention to the same keys."""
+    """Little more than the error that the same kernel makes of dense attention, however many parts are summed."""
     qkv = inputs(S, 4, 2, 32, dtype=dtype)
     blocks = moba_select(*qkv[:2], None, block, topk)
     wide = [x.detach().double().requires_grad_() for x in qkv]
@@ -130,7 +131,7 @@ def test_rounding(dtype, S, block, topk, monkeypatch):
     # Rounded means choose otherwise where scores nearly tie: both sides take the same blocks.
     monkeypatch.setattr(api, "reference_attention", functools.partial(reference_attention, blocks_THJ=blocks))
     found = errors(run(qkv, None, block, topk), run(wide, None, block, topk, implementation="reference"))
-    assert all(0 < mine <= 2 * theirs for mine, theirs in zip(found, dense, strict=True)), (found, dense)
+    assert all(0 < mine <= 1.4 * theirs for mine, theirs in zip(found, dense, strict=True)), (found, dense)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
