@@ -299,6 +299,11 @@ def _sharded_loss(
             "compute_loss_func is not supported under sequence parallelism: it would see a part of each sequence. "
             "Remove it, or train without sequence parallelism."
         )
+    if getattr(trainer.args, "neftune_noise_alpha", None) is not None:
+        raise ValueError(
+            "neftune_noise_alpha is not supported under sequence parallelism: the noise would be scaled by the length of "
+            "one rank's part. Leave it out, or train without sequence parallelism."
+        )
     inputs = dict(inputs)
     shift_labels = inputs.pop("shift_labels", None)
     if shift_labels is None:

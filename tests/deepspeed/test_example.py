@@ -1,37 +1,20 @@
 """The example as a user starts it: through the deepspeed launcher."""
 
 import json
-import os
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from launching import ROOT, launch
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_deepspeed.py"
 SMALL = ("--seq-len", "63", "--accumulation", "2")
 
 
-def launch(script, *options):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PATH": _without_compilers()}
-    return subprocess.run(
-        [*command, str(script), *map(str, options)], capture_output=True, text=True, timeout=150, env=environment
-    )
-
-
-def _without_compilers():
-    """Nothing may be compiled: the programs that would do it are out of reach."""
-    return os.pathsep.join(["/nowhere", str(Path(sys.executable).parent)])
-
-
 def test_verify_at_stage_2(tmp_path):
-    result = launch(EXAMPLE, *SMALL, "--verify", "--steps", 3, "--zero-stage", 2, "--json", tmp_path / "result.json")
+    result = launch(
+        "deepspeed", EXAMPLE, *SMALL, "--verify", "--steps", 3, "--zero-stage", 2, "--json", tmp_path / "result.json"
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     said = json.loads((tmp_path / "result.json").read_text())
     assert said["equal"] and len(said["losses"]) == len(said["losses_of_one"]) == 3
@@ -62,7 +45,7 @@ def test_resumed_run_continues_exactly(tmp_path):
         "first": ("--steps", 2, "--save", tmp_path / "checkpoint"),
         "resumed": ("--steps", 4, "--resume", tmp_path / "checkpoint"),
     }.items():
-        result = launch(EXAMPLE, *SMALL, *options, "--json", tmp_path / f"{name}.json")
+        result = launch("deepspeed", EXAMPLE, *SMALL, *options, "--json", tmp_path / f"{name}.json")
         assert result.returncode == 0, result.stdout + result.stderr
         losses[name] = json.loads((tmp_path / f"{name}.json").read_text())["losses"]
     assert losses["straight"] == losses["first"] + losses["resumed"]

@@ -286,6 +286,37 @@ def test_the_last_round_is_not_one_batch(accumulation):
         assert due[:8] == epoch
 
 
+def own_loader():
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=1, collate_fn=self.data_collator)
+
+    return {"class": Own}
+
+
+def warned(run):
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharded(run)
+    return [str(w.message) for w in caught if "read the same batch" in str(w.message)]
+
+
+def test_ranks_that_read_the_same_are_warned_of():
+    first, second = run_ranks(2, warned, Run("llama", trainer=own_loader))
+    assert len(first) == 1 and "trained on 2 times" in first[0] and not second
+    assert run_ranks(2, warned, Run("llama")) == [[], []]
+
+
+def test_different_numbers_of_batches():
+    args = (("accelerator_config", '{"even_batches": false}'),)
+    run = Run(batch=1, steps=None, args=args, data=seven)
+    raises_on_ranks(2, ValueError, r"different numbers of batches, \[4, 3\]", sharded, run)
+
+
 # What goes wrong on one rank is raised on all
 
 

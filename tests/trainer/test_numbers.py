@@ -115,6 +115,11 @@ def test_compute_loss_func_is_refused():
     raises_on_ranks(2, ValueError, "compute_loss_func is not supported", sharded, Run(trainer=own_loss))
 
 
+def test_neftune_is_refused():
+    run = Run(args=(("neftune_noise_alpha", 5.0),))
+    raises_on_ranks(2, ValueError, "neftune_noise_alpha is not supported", sharded, run)
+
+
 def ignores_shift_labels(model):
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.float().logsumexp(-1).mean()
     return model
