@@ -100,10 +100,11 @@ class _Symbol:
 
     @classmethod
     def find(cls, module: str, path: str) -> _Symbol:
-        owner, *_, name = importlib.import_module(module), *path.split(".")
-        for part in path.split(".")[:-1]:
-            owner = getattr(owner, part, None)
-        if name not in vars(owner or object):
+        owner: Any = importlib.import_module(module)
+        *classes, name = path.split(".")
+        for part in classes:
+            owner = getattr(owner, part, object)
+        if name not in vars(owner):
             package = module.split(".")[0]
             raise RuntimeError(
                 f"{package} {importlib.metadata.version(package)} has no {module}.{path}, which install() replaces: "
