@@ -50,8 +50,7 @@ def wants_gradients(trainer):
     return {name: p.requires_grad for name, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage,checkpointing", [(0, False), (2, True), (3, False)])
 @pytest.mark.parametrize("family,prepare,targets", [("deepseek_v3", mla_lora, MLA), ("llama", gqa_lora, GQA)])
 def test_lora(family, prepare, targets, stage, checkpointing):
     """Adapters on every projection of attention move as in one process; what is frozen stays."""

@@ -21,10 +21,9 @@ def equals_one_process(result, file):
     assert "one process" in result.stdout and "equal" in result.stdout
 
 
-@pytest.mark.parametrize(("processes", "stage"), [(2, 0), (4, 3)])
-def test_trainer_equals_a_plain_one(processes, stage, tmp_path):
-    options = ("--sp-size", 2, "--zero-stage", stage, "--output", tmp_path, "--json", tmp_path / "result.json")
-    result = launch("deepspeed", HF_TRAINER, *SMALL, *options, processes=processes)
+def test_trainer_equals_a_plain_one(tmp_path):
+    options = ("--sp-size", 2, "--zero-stage", 0, "--output", tmp_path, "--json", tmp_path / "result.json")
+    result = launch("deepspeed", HF_TRAINER, *SMALL, *options, processes=4)
     equals_one_process(result, tmp_path / "result.json")
 
 
