@@ -18,7 +18,6 @@ import logging
 import os
 import sys
 import time
-import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # runs from a clone too
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
-warnings.filterwarnings("ignore", category=FutureWarning)
 
-import common  # noqa: E402
+import common  # noqa: E402  (first: it chooses DeepSpeed's accelerator)
 import torch.distributed as dist  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.group import SequenceGroup
-from ..moba import MoBAConfig, moba_attn_varlen
+from ..moba import MoBAConfig, moba_attention, moba_attn_varlen
 from .ulysses import UlyssesAttention
 
 
@@ -72,13 +72,11 @@ class UlyssesMoBAAttention(UlyssesAttention):
     ) -> Tensor:
         """q_BSMK, k_BSJK, v_BSJV -> out_BSMV, in the layout of the call."""
         q_BSMK, k_BSJK, v_BSJV = (x if batch_first else x.transpose(0, 1) for x in (q, k, v))
-        B, S = q_BSMK.shape[:2]
+        blocks = self.config.moba_chunk_size, self.config.moba_topk
+        how = {"scale": scale, "implementation": self.config.implementation}
         if cu_seqlens is None:
-            cu_seqlens = torch.arange(B + 1) * S
-        flat = (x.flatten(0, 1) for x in (q_BSMK, k_BSJK, v_BSJV))
-        settings = self.config.moba_chunk_size, self.config.moba_topk
-        out = moba_attn_varlen(
-            *flat, cu_seqlens, None, *settings, scale=scale, implementation=self.config.implementation
-        )
-        out_BSMV = out.unflatten(0, (B, S))
+            out_BSMV = moba_attention(q_BSMK, k_BSJK, v_BSJV, *blocks, **how)
+        else:
+            flat = (x.flatten(0, 1) for x in (q_BSMK, k_BSJK, v_BSJV))
+            out_BSMV = moba_attn_varlen(*flat, cu_seqlens, None, *blocks, **how).unflatten(0, q_BSMK.shape[:2])
         return out_BSMV if batch_first else out_BSMV.transpose(0, 1)

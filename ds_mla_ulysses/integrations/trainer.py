@@ -257,9 +257,11 @@ def _wrap_num_items(original: Callable[..., Any]) -> Callable[..., Any]:
         if any("shift_labels" not in batch for batch in batch_samples):
             return None
         handle = _handle_of_trainer(self)
-        everyone = self.args.average_tokens_across_devices and handle.data_size > 1
-        group = SequenceGroup.of(dist.group.WORLD) if everyone else handle.group
-        return torch.tensor(count_items([batch["shift_labels"] for batch in batch_samples], group), device=device)
+        if self.args.average_tokens_across_devices:
+            count = handle.num_items(batch_samples)
+        else:  # each data-parallel group's own
+            count = count_items([batch["shift_labels"] for batch in batch_samples], handle.group)
+        return torch.tensor(count, device=device)
 
     return _get_num_items_in_batch
 

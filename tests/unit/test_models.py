@@ -24,13 +24,7 @@ WITH_ROUTERS = [family for family in FAMILIES if family not in ("minicpm3", "you
 FP32 = torch.finfo(torch.float32).eps
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These models are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def dense(family):
