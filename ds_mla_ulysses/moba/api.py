@@ -16,27 +16,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import operators
 from .config import check_blocks, check_implementation
 from .grid import read_documents
 from .kernels import has_flash
-from .native import MoBAAttention
 from .reference import reference_attention
 from .routing import select_blocks
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def choose_implementation(name: str = "auto", device: torch.device | str = "cpu") -> str:
+def choose_implementation(
+    name: str = "auto", device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> str:
     """The implementation that runs: `name` itself, or what "auto" stands for on the device.
 
-    "auto" is "torch" everywhere: dense kernels over blocks, which on a CPU are the flash operator and
-    elsewhere plain matmuls.
+    "auto" is "flash" in bf16 and fp16 on CUDA devices, and "torch" everywhere else: on a CPU that is dense calls
+    of torch's flash operator, elsewhere plain matmuls.
 
     Raises:
         ValueError: an unknown name.
     """
     check_implementation(name)
-    return "torch" if name == "auto" else name
+    if name != "auto":
+        return name
+    return "flash" if torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "torch"
 
 
 def moba_attn_varlen(
@@ -81,7 +85,7 @@ def moba_attn_varlen(
         ValueError: inputs that do not fit, an unknown implementation.
     """
     check_blocks(moba_chunk_size, moba_topk)
-    implementation = choose_implementation(implementation, q.device)
+    implementation = choose_implementation(implementation, q.device, q.dtype)
     _check_tensors(q, k, v)
     cu_q, cu_k = _boundaries(q.shape[0], k.shape[0], cu_seqlens, cu_seqlens_q)
     longest = k.shape[0] if max_seqlen is None else int(max_seqlen)
@@ -89,11 +93,14 @@ def moba_attn_varlen(
     if implementation == "reference":
         documents = read_documents(cu_q, cu_k, q.shape[0], k.shape[0], longest)
         return reference_attention(q, k, v, documents, moba_chunk_size, moba_topk, scale)
+    operators.check(implementation, q, k, v)
     if cu_seqlens is None and q.shape[0] == k.shape[0] <= moba_chunk_size * moba_topk and not has_flash(q.device):
         return _dense(q[None], k[None], v[None], scale)[0]
     # No document that needs the gate: no places for what it would pick.
     places = 0 if moba_topk * moba_chunk_size >= min(longest, k.shape[0]) else moba_topk - 1
-    return MoBAAttention.apply(q, k, v, cu_q, cu_k, longest, moba_chunk_size, moba_topk, places, scale)
+    return operators.MoBAAttention.apply(
+        q, k, v, cu_q, cu_k, longest, moba_chunk_size, moba_topk, places, scale, implementation
+    )
 
 
 def moba_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: The implementations, by name. "auto" stands for one of them: see `choose_implementation`.
-IMPLEMENTATIONS = ("reference", "torch")
+IMPLEMENTATIONS = ("reference", "torch", "flash", "triton")
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,11 @@ def read_documents(
     return documents
 
 
+def sparse_documents(documents: Sequence[Document], block: int, topk: int) -> list[Document]:
+    """Those whose queries pick past blocks."""
+    return [doc for doc in documents if topk > 1 and not doc.is_dense(block, topk)]
+
+
 def _short(values: Sequence[int]) -> str:
     return str(list(values)) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
 

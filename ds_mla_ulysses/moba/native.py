@@ -17,15 +17,14 @@ J = topk - 1 places for past blocks · X rows of one key/value head, (query, hea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..comm.collectives import accumulation_dtype
-from .grid import Document, plan, read_documents
+from .grid import Document, plan, sparse_documents
 from .kernels import attend, attend_backward
 from .routing import select_blocks
 
@@ -34,97 +33,48 @@ from .routing import select_blocks
 _TILE_ROWS = 512
 
 
-class MoBAAttention(torch.autograd.Function):
-    """q_THK, k_SGK, v_SGV -> out_THV. Backward: gradients of all three; the gate carries none.
-
-    Saves q, k, v, out, lse_TH and the picked blocks_THJ.
-    """
-
-    @staticmethod
-    def forward(ctx, q_THK, k_SGK, v_SGV, cu_q, cu_k, max_seqlen: int, block: int, topk: int, places: int, scale):
-        out, lse, blocks = _forward(q_THK, k_SGK, v_SGV, cu_q, cu_k, max_seqlen, block, topk, places, scale)
-        ctx.save_for_backward(q_THK, k_SGK, v_SGV, out, lse, blocks, cu_q, cu_k)
-        ctx.settings = block, topk, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_THV):
-        return *_backward(grad_THV, *ctx.saved_tensors, *ctx.settings), *[None] * 7
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """It runs everywhere."""
 
 
-# The operators. They take plain values, so that a compiled graph can hold them, and read cu_seqlens inside.
-
-
-@torch.library.custom_op("ds_mla_ulysses::moba_forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_seqlen: int,
+def forward(
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    documents: Sequence[Document],
     block: int,
     topk: int,
     places: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    documents = read_documents(cu_q, cu_k, q.shape[0], k.shape[0], max_seqlen)
-    q, k, v = map(_dense_rows, (q, k, v))
-    # Autocast would round what is kept wide on purpose.
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = _own_forward(q, k, v, documents, block, topk, scale)
-        sparse = [doc for doc in documents if not doc.is_dense(block, topk)] if topk > 1 else []
-        blocks = select_blocks(q, k, sparse, block, places)
-        for doc in sparse:
-            _routed_forward(q, k, v, out, lse, blocks, doc, block, scale)
-        return out.to(q.dtype), lse, blocks
+    """As `operators` wants it of an implementation."""
+    out_THV, lse_TH = _own_forward(q_THK, k_SGK, v_SGV, documents, block, topk, scale)
+    sparse = sparse_documents(documents, block, topk)
+    blocks_THJ = select_blocks(q_THK, k_SGK, sparse, block, places)
+    for doc in sparse:
+        _routed_forward(q_THK, k_SGK, v_SGV, out_THV, lse_TH, blocks_THJ, doc, block, scale)
+    return out_THV, lse_TH, blocks_THJ
 
 
-@_forward.register_fake
-def _(q, k, v, cu_q, cu_k, max_seqlen, block, topk, places, scale):
-    T, H, _ = q.shape
-    return (
-        q.new_empty(T, H, v.shape[-1]),
-        q.new_empty(T, H, dtype=accumulation_dtype(q.dtype)),
-        q.new_empty(T, H, places, dtype=torch.int32),
-    )
-
-
-@torch.library.custom_op("ds_mla_ulysses::moba_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    blocks: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
+def backward(
+    grad_THV: Tensor,
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    out_THV: Tensor,
+    lse_TH: Tensor,
+    blocks_THJ: Tensor,
+    documents: Sequence[Document],
     block: int,
     topk: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    documents = read_documents(cu_q, cu_k, q.shape[0], k.shape[0])
-    with torch.autocast(q.device.type, enabled=False):
-        saved = *map(_dense_rows, (grad, q, k, v)), out, lse
-        grads = _own_backward(*saved, documents, block, topk, scale)
-        for doc in documents:
-            if topk > 1 and not doc.is_dense(block, topk):
-                _routed_backward(*saved, blocks, *grads, doc, block, scale)
-        dq, dk, dv = (x.to(q.dtype) for x in grads)
-        return dq, dk, dv
-
-
-@_backward.register_fake
-def _(grad, q, k, v, out, lse, blocks, cu_q, cu_k, block, topk, scale):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _dense_rows(x_THD: Tensor) -> Tensor:
-    """Kernels take any strides but the last: the gradient of a sum has none."""
-    return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
+    """As `operators` wants it of an implementation."""
+    saved = grad_THV, q_THK, k_SGK, v_SGV, out_THV, lse_TH
+    grads = _own_backward(*saved, documents, block, topk, scale)
+    for doc in sparse_documents(documents, block, topk):
+        _routed_backward(*saved, blocks_THJ, *grads, doc, block, scale)
+    return grads
 
 
 def _heads_first(x_BQHD: Tensor) -> Tensor:
