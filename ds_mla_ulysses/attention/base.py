@@ -49,11 +49,7 @@ class SequenceAttention(DistributedAttention):
     ) -> Tensor:
         """Local attention of the own heads, in the layout of the call, and its output's way back: contiguous."""
         out = self.local_attn(q, k, v, *args, **kwargs)
-        if out.ndim != 4 or out.shape[:3] != q.shape[:3]:
-            raise ValueError(
-                f"local_attention must return the rows and heads of its q, {(*q.shape[:3], v.shape[3])}; got "
-                f"{tuple(out.shape)}."
-            )
+        check_output(out, q, v)
         if self.group.size == 1:
             return out.contiguous()
         out_SBMV = by_token(out, batch_dim_idx)
@@ -63,3 +59,24 @@ class SequenceAttention(DistributedAttention):
 def by_token(x: Tensor, batch_dim_idx: int) -> Tensor:
     """The layout of the call <-> tokens first, as the exchange takes it: a view."""
     return x.transpose(0, 1) if batch_dim_idx == 0 else x
+
+
+def check_grouped(q: Tensor, k: Tensor, v: Tensor, batch_dim_idx: int) -> None:
+    """Refuses shapes that are not those of queries with their grouped keys and values."""
+    if not (q.ndim == k.ndim == v.ndim == 4 and k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3]) or (
+        v.shape[:3] != k.shape[:3]
+    ):
+        rows = "[B, T" if batch_dim_idx == 0 else "[T, B"
+        raise ValueError(
+            f"q must be {rows}, H, K], k {rows}, G, K] and v {rows}, G, V]; got q {tuple(q.shape)}, "
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}."
+        )
+
+
+def check_output(out: Tensor, q: Tensor, v: Tensor) -> None:
+    """Refuses a local attention's output that has not the rows and heads of its q."""
+    if out.ndim != 4 or out.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"local_attention must return the rows and heads of its q, {(*q.shape[:3], v.shape[3])}; got "
+            f"{tuple(out.shape)}."
+        )

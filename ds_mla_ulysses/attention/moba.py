@@ -1,7 +1,7 @@
-"""DeepSpeed Ulysses with Mixture of Block Attention inside: every head gates over the whole sequence.
+"""DeepSpeed Ulysses with Mixture of Block Attention inside: every query gates over the whole sequence.
 
-Letters: B batch · T this rank's tokens · S all tokens (T * ranks) · H all query heads · M this rank's query
-heads · G all key/value heads · J this rank's key/value heads · K query and key width · V value width.
+Letters: B batch · T this rank's tokens · S all tokens (T * ranks) · H all query heads · M query heads here · G all
+key/value heads · J key/value heads here · K query and key width · V value width.
 """
 
 from __future__ import annotations
@@ -12,28 +12,51 @@ import torch
 from torch import Tensor
 
 from ..comm.group import SequenceGroup
-from ..moba import MoBAConfig, moba_attention, moba_attn_varlen
+from ..moba import MoBAConfig, moba_attention
+from .base import SequenceAttention
+from .gather import GatherKVAttention
 from .ulysses import UlyssesAttention
 
+_STRATEGIES = {"packed": UlyssesAttention, "gather_kv": GatherKVAttention}
 
-class UlyssesMoBAAttention(UlyssesAttention):
-    """`UlyssesAttention` whose local attention is MoBA: what travels, and how often, is the same.
 
-    The exchange brings each head's queries and keys of the whole sequence together before the gate, and block
-    means and scores belong to heads, so every query selects the blocks that it selects in one process. Blocks
-    begin at each document's first token, wherever ranks begin. The result and the gradients are those of
-    `moba_attn_varlen` on the whole sequence with all heads.
+class UlyssesMoBAAttention(SequenceAttention):
+    """DeepSpeed's `DistributedAttention` whose local attention is MoBA over the whole sequence.
+
+    | strategy    | what travels                                                | see                 |
+    |-------------|-------------------------------------------------------------|---------------------|
+    | "packed"    | q, k, v in one all-to-all; the output in another            | `UlyssesAttention`  |
+    | "gather_kv" | k and v in one all-gather; queries and output stay          | `GatherKVAttention` |
+
+    Block means and scores belong to heads and to documents, and either way the keys of whole documents come
+    together before the gate, so every query selects the blocks that it selects in one process. Blocks begin at each
+    document's first token, wherever ranks begin. The result and the gradients are those of `moba_attn_varlen` on the
+    whole sequence with all heads.
 
     Args:
         config: block size, top-k and implementation; which layers run MoBA is not this class's affair.
         group: the sequence group, a torch ProcessGroup or a SequenceGroup.
+        strategy: one of the table.
 
     Source: arXiv 2502.13189.
+
+    Raises:
+        ValueError: an unknown strategy, a config with numbers for each layer.
     """
 
-    def __init__(self, config: MoBAConfig, group: SequenceGroup | torch.distributed.ProcessGroup | None) -> None:
-        super().__init__(self._whole_sequence, group)
-        self.config = config
+    def __init__(
+        self,
+        config: MoBAConfig,
+        group: SequenceGroup | torch.distributed.ProcessGroup | None,
+        strategy: str = "packed",
+    ) -> None:
+        if strategy not in _STRATEGIES:
+            raise ValueError(f"strategy must be one of {list(_STRATEGIES)}, got {strategy!r}.")
+        if not isinstance(config.moba_chunk_size, int) or not isinstance(config.moba_topk, int):
+            raise ValueError("one attention has one moba_chunk_size and one moba_topk: give those of its layer.")
+        super().__init__(self._of_rows, group)
+        self.config, self.strategy = config, strategy
+        self._exchange = _STRATEGIES[strategy](self._of_rows, self.group)
 
     def forward(
         self,
@@ -63,20 +86,13 @@ class UlyssesMoBAAttention(UlyssesAttention):
         if args:
             raise ValueError(f"unexpected arguments {args!r}: MoBA takes cu_seqlens and scale by keyword.")
         settings = {"batch_first": batch_dim_idx == 0, "cu_seqlens": cu_seqlens, "scale": scale}
-        return super().forward(q, k, v, batch_dim_idx, rotary_pos_emb, **settings)
+        return self._exchange(q, k, v, batch_dim_idx, rotary_pos_emb, **settings)
 
     # Boundaries are Python numbers to the gate: traced, each layout would be a graph of its own.
     @torch.compiler.disable
-    def _whole_sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, *, batch_first: bool, cu_seqlens: Tensor | None, scale: float | None
-    ) -> Tensor:
-        """q_BSMK, k_BSJK, v_BSJV -> out_BSMV, in the layout of the call."""
-        q_BSMK, k_BSJK, v_BSJV = (x if batch_first else x.transpose(0, 1) for x in (q, k, v))
-        blocks = self.config.moba_chunk_size, self.config.moba_topk
-        how = {"scale": scale, "implementation": self.config.implementation}
-        if cu_seqlens is None:
-            out_BSMV = moba_attention(q_BSMK, k_BSJK, v_BSJV, *blocks, **how)
-        else:
-            flat = (x.flatten(0, 1) for x in (q_BSMK, k_BSJK, v_BSJV))
-            out_BSMV = moba_attn_varlen(*flat, cu_seqlens, None, *blocks, **how).unflatten(0, q_BSMK.shape[:2])
-        return out_BSMV if batch_first else out_BSMV.transpose(0, 1)
+    def _of_rows(self, q: Tensor, k: Tensor, v: Tensor, *, batch_first: bool, **settings: Any) -> Tensor:
+        """Queries and heads here over whole rows, q_BTMK, k_BSJK, v_BSJV -> out_BTMV, in the layout of the call."""
+        rows = (x if batch_first else x.transpose(0, 1) for x in (q, k, v))
+        blocks, implementation = (self.config.moba_chunk_size, self.config.moba_topk), self.config.implementation
+        out_BTMV = moba_attention(*rows, *blocks, implementation=implementation, **settings)
+        return out_BTMV if batch_first else out_BTMV.transpose(0, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..layout.exchange import TokensToHeads
 from ..layout.heads import HeadPartition
-from .base import SequenceAttention, by_token
+from .base import SequenceAttention, by_token, check_grouped
 
 
 class UlyssesAttention(SequenceAttention):
@@ -72,14 +72,7 @@ class UlyssesAttention(SequenceAttention):
                 the key/value heads, fewer query heads than ranks.
         """
         self._check_call(batch_dim_idx, rotary_pos_emb, q=q, k=k, v=v)
-        if not (q.ndim == k.ndim == v.ndim == 4 and k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3]) or (
-            v.shape[:3] != k.shape[:3]
-        ):
-            rows = "[B, T" if batch_dim_idx == 0 else "[T, B"
-            raise ValueError(
-                f"q must be {rows}, H, K], k {rows}, G, K] and v {rows}, G, V]; got q {tuple(q.shape)}, "
-                f"k {tuple(k.shape)}, v {tuple(v.shape)}."
-            )
+        check_grouped(q, k, v, batch_dim_idx)
         H, group = q.shape[2], self.group
         repeats = HeadPartition(k.shape[2], group.size, H).repeats(group.rank)
         if group.size > 1:

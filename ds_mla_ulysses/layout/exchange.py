@@ -9,8 +9,9 @@ into the wire buffer, and what arrives is read where it lies. On the wire one to
 |-----------------|------------------|----------------------------------|---------------------------|
 | tokens_to_heads | blocks x_TBHD    | own tokens, p's heads            | one buffer x_SBW          |
 | heads_to_tokens | pieces x_SBMD    | p's tokens, own heads            | blocks x_TBHD             |
+| GatherTokens    | blocks x_TBGD    | own tokens, all heads            | blocks x_SBGD             |
 
-Each is the other's adjoint: a head that several ranks own is sent to each of them, and on the way back
+The first two are each other's adjoint: a head that several ranks own is sent to each of them, and on the way back
 what they say of it is summed, in fp32 or wider, and rounded once. What a rank keeps for itself does not
 go through the wire buffer but straight to where it is needed, wherever the buffers allow it.
 
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm.collectives import accumulation_dtype, all_to_all, start_all_to_all, wait
+from ..comm.collectives import accumulation_dtype, all_to_all, start_all_gather, start_all_to_all, wait
 from ..comm.group import SequenceGroup
 from .heads import HeadPartition
 
@@ -107,6 +108,28 @@ class HeadsToTokens(torch.autograd.Function):
     def backward(ctx, grad_TBHD: Tensor):
         buffer = tokens_to_heads([grad_TBHD], ctx.heads, ctx.group, "backward")
         return own_heads(buffer, [ctx.heads], [ctx.width], ctx.heads, ctx.group)[0], None, None, None
+
+
+class GatherTokens(torch.autograd.Function):
+    """Blocks x_TBGD -> x_SBGD, all heads of all tokens, by one all-gather.
+
+    Backward: each rank gets what the others' gradients say of its tokens by one all-to-all, the bytes of a
+    reduce-scatter; they are summed in fp32 (or wider) and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, group: SequenceGroup, batch_first: bool, *blocks_TBGD: Tensor):
+        ctx.group, ctx.batch_first = group, batch_first
+        buffer_SBW = _gather_tokens(list(blocks_TBGD), group.size, group.name)
+        shapes = [x.shape[2:] for x in blocks_TBGD]
+        parts = buffer_SBW.split([shape.numel() for shape in shapes], dim=-1)
+        return tuple(x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
+
+    @staticmethod
+    def backward(ctx, *grads_SBGD: Tensor):
+        group = ctx.group
+        out = _return_tokens(list(grads_SBGD), group.size, group.rank, group.name, ctx.batch_first)
+        return None, None, *([x.transpose(0, 1) for x in out] if ctx.batch_first else out)
 
 
 # The operators. They take plain values, so that a compiled graph can hold them, and wait inside.
@@ -240,6 +263,49 @@ def _block_widths(pieces: Sequence[Tensor], pieces_per_block: Sequence[int]) -> 
 def _empty_blocks(like: Tensor, T: int, B: int, heads: Sequence[int], widths: Sequence[int], batch_first: bool):
     rows = (B, T) if batch_first else (T, B)
     return [like.new_empty(*rows, h, d) for h, d in zip(heads, widths, strict=True)]
+
+
+@torch.library.custom_op("ds_mla_ulysses::gather_tokens", mutates_args=())
+def _gather_tokens(blocks: Sequence[Tensor], size: int, group: str) -> Tensor:
+    T, B = blocks[0].shape[:2]
+    wire_TBW = blocks[0].new_empty(T, B, sum(x.shape[2] * x.shape[3] for x in blocks))
+    _write_side_by_side(blocks, wire_TBW)
+    return wait(start_all_gather(wire_TBW, size, group, "forward"))
+
+
+@_gather_tokens.register_fake
+def _(blocks, size, group):
+    T, B = blocks[0].shape[:2]
+    return blocks[0].new_empty(T * size, B, sum(x.shape[2] * x.shape[3] for x in blocks))
+
+
+def _write_side_by_side(blocks: Sequence[Tensor], wire: Tensor) -> None:
+    """Blocks [..., G, D] into [..., sum of G*D]."""
+    for part, x in zip(wire.split([x.shape[-2] * x.shape[-1] for x in blocks], dim=-1), blocks, strict=True):
+        part.unflatten(-1, x.shape[-2:]).copy_(x)
+
+
+@torch.library.custom_op("ds_mla_ulysses::return_tokens", mutates_args=())
+def _return_tokens(grads: Sequence[Tensor], size: int, rank: int, group: str, batch_first: bool) -> list[Tensor]:
+    T, B = grads[0].shape[0] // size, grads[0].shape[1]
+    parts_PTBGD = [x.unflatten(0, (size, T)) for x in grads]
+    wire = grads[0].new_empty(size - 1, T, B, sum(x.shape[2] * x.shape[3] for x in grads))
+    _write_side_by_side([x[:rank] for x in parts_PTBGD], wire[:rank])
+    _write_side_by_side([x[rank + 1 :] for x in parts_PTBGD], wire[rank:])
+    arrived, sent = torch.empty_like(wire), [wire[0].numel() if p != rank else 0 for p in range(size)]
+    all_to_all(arrived.view(-1), wire.view(-1), sent, sent, rank, group, "backward")
+    out = _empty_blocks(grads[0], T, B, [x.shape[2] for x in grads], [x.shape[3] for x in grads], batch_first)
+    widths = [x.shape[2] * x.shape[3] for x in grads]
+    for to, own, came in zip(out, parts_PTBGD, arrived.split(widths, dim=-1), strict=True):
+        total = came.sum(0, dtype=accumulation_dtype(own.dtype)).unflatten(-1, own.shape[-2:]).add_(own[rank])
+        (to.transpose(0, 1) if batch_first else to).copy_(total)
+    return out
+
+
+@_return_tokens.register_fake
+def _(grads, size, rank, group, batch_first):
+    T, B = grads[0].shape[0] // size, grads[0].shape[1]
+    return _empty_blocks(grads[0], T, B, [x.shape[2] for x in grads], [x.shape[3] for x in grads], batch_first)
 
 
 @torch.library.custom_op("ds_mla_ulysses::join_shared_key", mutates_args=())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import operators
 from .config import check_blocks, check_implementation
-from .grid import read_documents
+from .grid import read_documents, seen_by_queries
 from .kernels import has_flash
 from .reference import reference_attention
 from .routing import select_blocks
@@ -110,29 +110,53 @@ def moba_attention(
     moba_chunk_size: int,
     moba_topk: int,
     *,
+    cu_seqlens: Tensor | None = None,
+    first_query: int | None = None,
     scale: float | None = None,
     implementation: str = "torch",
 ) -> Tensor:
-    """MoBA over a batch of whole sequences, [B, T, H, V]; the queries are the last T of S.
+    """MoBA over a batch of whole rows, of which the queries may be a part: [B, T, H, V].
 
     Otherwise as `moba_attn_varlen`. Give it views of [B, heads, S, width] as they are: it copies them only
     where B > 1.
+
+    Args:
+        cu_seqlens: int32 or int64 [documents + 1], boundaries of documents among all B*S keys, one row after the
+            other. None: each row is a document.
+        first_query: the place of the first query among the keys of its row. None: the queries are the last T of S.
     """
     for name, x in (("q", q_BTHK), ("k", k_BSGK), ("v", v_BSGV)):
         if x.ndim != 4 or x.shape[0] != q_BTHK.shape[0]:
             raise ValueError(f"{name} must be [batch, tokens, heads, width] of one batch, got {tuple(x.shape)}.")
     (B, T), S = q_BTHK.shape[:2], k_BSGK.shape[1]
-    flat = [x.flatten(0, 1) for x in (q_BTHK, k_BSGK, v_BSGV)]
-    if B == 1:
-        out = moba_attn_varlen(
-            *flat, None, None, moba_chunk_size, moba_topk, scale=scale, implementation=implementation
-        )
-        return out.unflatten(0, (B, T))
-    cu_q, cu_k = (torch.arange(B + 1) * length for length in (T, S))
-    out = moba_attn_varlen(
-        *flat, cu_k, S, moba_chunk_size, moba_topk, cu_seqlens_q=cu_q, scale=scale, implementation=implementation
-    )
+    first = S - T if first_query is None else first_query
+    if T > S:
+        raise ValueError(f"each row has {T} queries but {S} keys: give all keys so far.")
+    if not 0 <= first <= S - T:
+        raise ValueError(f"queries {first}..{first + T} are not among {S} keys: see first_query.")
+    settings = {"scale": scale, "implementation": implementation}
+    if cu_seqlens is None and B == 1:
+        flat = q_BTHK[0], k_BSGK[0, : first + T], v_BSGV[0, : first + T]
+        return moba_attn_varlen(*flat, None, None, moba_chunk_size, moba_topk, **settings).unsqueeze(0)
+    if cu_seqlens is None:
+        cu_k = torch.arange(B + 1) * S
+    else:
+        _check_boundaries("cu_seqlens", cu_seqlens)
+        cu_k = cu_seqlens
+    q_THK, cu_q = q_BTHK.flatten(0, 1), None
+    if T == S:
+        k_SGK, v_SGV = k_BSGK.flatten(0, 1), v_BSGV.flatten(0, 1)
+    else:
+        rows, cu_q, cu_k = seen_by_queries(cu_k.tolist(), B, T, S, first)
+        k_SGK, v_SGV = (_rows(x, rows) for x in (k_BSGK, v_BSGV))
+    out = moba_attn_varlen(q_THK, k_SGK, v_SGV, cu_k, None, moba_chunk_size, moba_topk, cu_seqlens_q=cu_q, **settings)
     return out.unflatten(0, (B, T))
+
+
+def _rows(x_BSGD: Tensor, rows: list[slice]) -> Tensor:
+    """Some tokens of each row, one row after the other."""
+    parts = [x_SGD[part] for x_SGD, part in zip(x_BSGD, rows, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @torch.no_grad()
@@ -183,11 +207,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _boundaries(T: int, S: int, cu_k: Tensor | None, cu_q: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both cu_seqlens on the CPU, as copies: a caller may change his in place before backward."""
     for name, cu in (("cu_seqlens", cu_k), ("cu_seqlens_q", cu_q)):
-        if cu is None:
-            continue
-        if not isinstance(cu, Tensor) or cu.ndim != 1 or cu.dtype not in (torch.int32, torch.int64):
-            got = f"{cu.dtype} {tuple(cu.shape)}" if isinstance(cu, Tensor) else type(cu).__name__
-            raise ValueError(f"{name} must be an int32 or int64 tensor [documents + 1], got {got}.")
+        if cu is not None:
+            _check_boundaries(name, cu)
     if cu_k is None:
         if cu_q is not None:
             raise ValueError("cu_seqlens_q was given without cu_seqlens: give both, or neither for one document.")
@@ -197,6 +218,12 @@ def _boundaries(T: int, S: int, cu_k: Tensor | None, cu_q: Tensor | None) -> tup
             raise ValueError(f"got {T} queries and {S} keys: say with cu_seqlens_q which documents the queries end.")
         cu_q = cu_k
     return tuple(cu.to("cpu", torch.int64, copy=True) for cu in (cu_q, cu_k))
+
+
+def _check_boundaries(name: str, cu: object) -> None:
+    if not isinstance(cu, Tensor) or cu.ndim != 1 or cu.dtype not in (torch.int32, torch.int64):
+        got = f"{cu.dtype} {tuple(cu.shape)}" if isinstance(cu, Tensor) else type(cu).__name__
+        raise ValueError(f"{name} must be an int32 or int64 tensor [documents + 1], got {got}.")
 
 
 def _dense(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:

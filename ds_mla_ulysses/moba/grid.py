@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 #: A kernel computes causal attention whole up to about this many keys, so own blocks are cut in half down to
@@ -71,6 +72,35 @@ def read_documents(
         if q1 > q0:
             documents.append(Document(q0, k0, q1 - q0, k1 - k0))
     return documents
+
+
+def seen_by_queries(
+    boundaries: Sequence[int], batch: int, queries: int, keys: int, first: int
+) -> tuple[list[slice], Tensor, Tensor]:
+    """What the queries [first, first + queries) of each row of `keys` tokens see.
+
+    Returns:
+        the part of each row, from the first document that has a query up to the last query; int64 boundaries of
+        those queries, and of those parts, one row after the other.
+
+    Raises:
+        ValueError: boundaries that do not cover the rows in order, or leave out the beginning of a row.
+    """
+    read_documents(*2 * [torch.tensor(boundaries)], *2 * [batch * keys])
+    rows, cu_q, cu_k = [], [0], [0]
+    for row in range(batch):
+        start, last = row * keys, first + queries
+        inside = [b - start for b in boundaries if start <= b <= start + keys]
+        if not inside or (inside[0], inside[-1]) != (0, keys):
+            raise ValueError(
+                f"cu_seqlens must begin a document at each row of {keys} tokens, got {_short(boundaries)}."
+            )
+        documents = [(a, b) for a, b in itertools.pairwise(inside) if a < last and b > first and a < b]
+        rows.append(slice(documents[0][0] if documents else last, last))
+        for a, b in documents:
+            cu_q.append(cu_q[-1] + min(b, last) - max(a, first))
+            cu_k.append(cu_k[-1] + min(b, last) - a)
+    return rows, torch.tensor(cu_q), torch.tensor(cu_k)
 
 
 def sparse_documents(documents: Sequence[Document], block: int, topk: int) -> list[Document]:

@@ -26,7 +26,9 @@ def oracle(q, k, v, grad, boundaries, block, topk, scale):
     return [out.detach(), *(x.grad for x in inputs)]
 
 
-def check(B, T, H, G, width, batch_dim_idx, boundaries, block, topk, scale=None, implementation="torch"):
+def check(
+    B, T, H, G, width, batch_dim_idx, boundaries, block, topk, scale=None, implementation="torch", strategy="packed"
+):
     import torch.distributed as dist
 
     import ds_mla_ulysses as dmu
@@ -39,7 +41,7 @@ def check(B, T, H, G, width, batch_dim_idx, boundaries, block, topk, scale=None,
     mine = slice(group.rank * T, (group.rank + 1) * T)
     flip = (lambda x: x.transpose(0, 1)) if batch_dim_idx == 1 else (lambda x: x)
     config = MoBAConfig(moba_chunk_size=block, moba_topk=topk, implementation=implementation)
-    attention = dmu.UlyssesMoBAAttention(config, group)
+    attention = dmu.UlyssesMoBAAttention(config, group, strategy)
     inputs = [flip(x[:, mine]).contiguous().requires_grad_() for x in whole[:3]]
     cu = None if boundaries is None else torch.tensor(boundaries)
     with dmu.TrafficMeter() as meter:
@@ -48,39 +50,117 @@ def check(B, T, H, G, width, batch_dim_idx, boundaries, block, topk, scale=None,
     assert out.is_contiguous()
     for got, expected in zip([out.detach(), *(x.grad for x in inputs)], want, strict=True):
         torch.testing.assert_close(flip(got), expected[:, mine], rtol=1e-10, atol=1e-11)
-    if group.size > 1:
+    if group.size == 1:
+        assert not meter.calls
+    elif strategy == "packed":
         assert meter.calls == {("all_to_all", "forward"): 2, ("all_to_all", "backward"): 2}
+    else:
+        assert meter.calls == {("all_gather", "forward"): 1, ("all_to_all", "backward"): 1}
+        sent = B * T * G * (K + width) * (group.size - 1) * 8
+        assert meter.bytes == {("all_gather", "forward"): sent, ("all_to_all", "backward"): sent}
 
 
+STRATEGIES = pytest.mark.parametrize("strategy", ["packed", "gather_kv"])
+
+
+@STRATEGIES
 @pytest.mark.parametrize("batch_dim_idx", [0, 1])
 @pytest.mark.parametrize("H,G", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_equals_one_process(size, H, G, batch_dim_idx):
+def test_equals_one_process(size, H, G, batch_dim_idx, strategy):
     """Blocks of 7 in 46 or 92 tokens: they begin anywhere in a rank's part, and the last is not complete."""
-    run_ranks(size, check, 2, 23, H, G, V, batch_dim_idx, None, 7, 3)
+    run_ranks(size, check, 2, 23, H, G, V, batch_dim_idx, None, 7, 3, strategy=strategy)
 
 
+@STRATEGIES
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("topk", [1, 2, 5, 40])
-def test_blocks_per_query(size, topk):
-    run_ranks(size, check, 1, 32, 4, 2, K, 0, None, 8, topk, 0.3)
+def test_blocks_per_query(size, topk, strategy):
+    run_ranks(size, check, 1, 32, 4, 2, K, 0, None, 8, topk, 0.3, strategy=strategy)
 
 
+@STRATEGIES
 @pytest.mark.parametrize("size", [2, 4])
-def test_documents_are_those_of_the_whole_sequence(size):
+def test_documents_are_those_of_the_whole_sequence(size, strategy):
     """The grid of blocks restarts in each; they cross the ranks, one is shorter than a block and one empty."""
     S = 24 * size
     boundaries = [0, 5, 5, 31, S, S + 17, 2 * S]
-    run_ranks(size, check, 2, 24, 4, 2, V, 0, boundaries, 4, 2)
+    run_ranks(size, check, 2, 24, 4, 2, V, 0, boundaries, 4, 2, strategy=strategy)
 
 
+@STRATEGIES
 @pytest.mark.parametrize("size,H,G", [(2, 6, 3), (4, 5, 1)])
-def test_heads_that_do_not_divide(size, H, G):
-    run_ranks(size, check, 1, 20, H, G, V, 0, None, 6, 2)
+def test_heads_that_do_not_divide(size, H, G, strategy):
+    run_ranks(size, check, 1, 20, H, G, V, 0, None, 6, 2, strategy=strategy)
+
+
+def test_more_ranks_than_heads():
+    """Gathered keys need no heads to share."""
+    run_ranks(4, check, 1, 9, 2, 1, V, 0, None, 5, 2, strategy="gather_kv")
 
 
 def test_the_reference_can_be_chosen():
     run_ranks(2, check, 1, 16, 4, 2, V, 0, None, 4, 2, None, "reference")
+
+
+def sums_in_fp32():
+    """What the ranks say of one key is rounded to bf16 once: 1 + 2 ** -9 of each would be lost one by one."""
+    import torch.distributed as dist
+
+    from ds_mla_ulysses.comm.group import SequenceGroup
+    from ds_mla_ulysses.layout.exchange import GatherTokens
+
+    group = SequenceGroup.of(dist.group.WORLD)
+    x_TBGD = torch.zeros(3, 1, 2, 4, dtype=torch.bfloat16, requires_grad=True)
+    (out_SBGD,) = GatherTokens.apply(group, False, x_TBGD)
+    grad = torch.full(out_SBGD.shape, 1.0 if group.rank == 0 else 2.0**-9 * 1.5, dtype=torch.bfloat16)
+    out_SBGD.backward(grad)
+    assert (x_TBGD.grad == torch.tensor(1 + 3 * 2.0**-9 * 1.5).bfloat16()).all()
+    assert (x_TBGD.grad != 1).all()
+
+
+def test_gathered_gradients_are_summed_in_fp32():
+    run_ranks(4, sums_in_fp32)
+
+
+def compiled(strategy):
+    """A whole graph up to the gate; values are the eager ones."""
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.moba import MoBAConfig
+
+    results = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager")):
+        attention = dmu.UlyssesMoBAAttention(MoBAConfig(4, 2), dist.group.WORLD, strategy)
+        inputs = [x[:, :12].clone().requires_grad_() for x in whole_tensors(1, 24, 4, 2, V)[:3]]
+        out = wrap(lambda *qkv, attention=attention: attention(*[x * 2 for x in qkv], 0))(*inputs)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for eager, other in zip(*results, strict=True):
+        assert torch.equal(eager, other)
+
+
+@STRATEGIES
+def test_compiled(strategy):
+    run_ranks(2, compiled, strategy)
+
+
+def bad_arguments():
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.moba import MoBAConfig
+
+    with pytest.raises(ValueError, match=r"strategy must be one of \['packed', 'gather_kv'\], got 'ring'"):
+        dmu.UlyssesMoBAAttention(MoBAConfig(), None, "ring")
+    with pytest.raises(ValueError, match="one attention has one moba_chunk_size"):
+        dmu.UlyssesMoBAAttention(MoBAConfig(moba_topk=(2, 3)), None)
+    x = torch.zeros(1, 4, 2, K)
+    attention = dmu.UlyssesMoBAAttention(MoBAConfig(), None, "gather_kv")
+    with pytest.raises(ValueError, match=r"q must be \[B, T, H, K\]"):
+        attention(x, x[:, :3], x)
+
+
+def test_bad_arguments():
+    run_ranks(1, bad_arguments)
 
 
 def positional():
