@@ -19,6 +19,7 @@ from .version import __version__
 
 _WHERE = {
     "Handle": "hf.handle",
+    "MoBAConfig": "moba.config",
     "SequenceGroup": "comm.group",
     "ShardedDataLoader": "integrations.dataloader",
     "TrafficMeter": "comm.traffic",
@@ -30,6 +31,8 @@ _WHERE = {
     "initialize": "integrations.deepspeed",
     "install": "integrations.trainer",
     "parallelize": "hf.patch",
+    "register_moba": "hf.moba",
+    "set_moba": "hf.moba",
     "shard_batch": "layout.batch",
     "uninstall": "integrations.trainer",
 }
@@ -44,11 +47,13 @@ if TYPE_CHECKING:
     from .comm.traffic import TrafficMeter
     from .hf.families import UnsupportedModelError
     from .hf.handle import Handle
+    from .hf.moba import register_moba, set_moba
     from .hf.patch import handle_of, parallelize
     from .integrations.dataloader import ShardedDataLoader
     from .integrations.deepspeed import initialize
     from .integrations.trainer import install, uninstall
     from .layout.batch import shard_batch
+    from .moba.config import MoBAConfig
 
 
 def __getattr__(name: str) -> Any:

@@ -100,7 +100,7 @@ def find_attention(model: nn.Module) -> AttentionModel:
     else:
         # A model with images or sounds has other attention too: the text model is the one of the text config.
         texts = {(type(c), c.model_type) for c in (m.config.get_text_config() for m in models[:1])}
-        owners = [m for m in models if (type(m.config), m.config.model_type) in texts and _layers(m)]
+        owners = [m for m in models if (type(m.config), m.config.model_type) in texts and attention_layers(m)]
     if not owners and models:
         raise UnsupportedModelError(
             f"{name} has no layer that calls transformers' attention interface: parallelize supports decoders such as "
@@ -113,7 +113,7 @@ def find_attention(model: nn.Module) -> AttentionModel:
             "or use UlyssesMLAAttention or UlyssesAttention in your own model."
         )
     text_model = owners[-1]  # the innermost, since modules() goes from the outside in
-    layers = _layers(text_model)
+    layers = attention_layers(text_model)
     _refuse_model(name, model, text_model, layers)
     for layer in layers:
         (_refuse_mla_layer if is_mla(layer) else _refuse_layer)(name, layer)
@@ -125,8 +125,9 @@ def is_mla(module: nn.Module) -> bool:
     return hasattr(module, "kv_lora_rank") and hasattr(module, "kv_b_proj")
 
 
-def _layers(text_model: nn.Module) -> list[nn.Module]:
-    return [m for m in text_model.modules() if is_mla(m) or "get_interface" in _names(m)]
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that call transformers' attention interface, MLA or not, in order."""
+    return [m for m in model.modules() if is_mla(m) or "get_interface" in _names(m)]
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -45,13 +45,14 @@ class LocalKernel:
 
     def settings(
         self,
+        documents: Documents,
         dropout: float = 0.0,
         is_causal: bool | None = None,
         scaling: float | None = None,
         sliding_window: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What of a call's keyword arguments `__call__` needs.
+        """What `__call__` needs of a call's keyword arguments, the documents among it.
 
         Raises:
             ValueError: for those that would be dropped in silence. Before any collective.
@@ -67,7 +68,7 @@ class LocalKernel:
             if kwargs.get(name) is not None:
                 raise ValueError(f"{name} is not supported under sequence parallelism: load the model without it.")
         passed_on = {name: kwargs[name] for name in ("softcap", "s_aux") if kwargs.get(name) is not None}
-        return {"scaling": scaling, "window": sliding_window, **passed_on}
+        return {"documents": documents, "scaling": scaling, "window": sliding_window, **passed_on}
 
     # Documents are Python numbers: traced, each layout would be a graph of its own.
     @torch.compiler.disable
@@ -111,7 +112,7 @@ class LocalKernel:
         for row, start, end in documents.segments:
             part = (x[slice(None) if row is None else slice(row, row + 1), :, start:end] for x in (q, k, v))
             rows.setdefault(row, []).append(_causal(call, *part, window))
-        return _without_padding(torch.cat([torch.cat(parts, dim=1) for parts in rows.values()]), documents)
+        return without_padding(torch.cat([torch.cat(parts, dim=1) for parts in rows.values()]), documents)
 
     def _eager(self, call, q, k, v, documents: Documents, window):
         allowed = documents.allowed_B1SS
@@ -129,7 +130,7 @@ class LocalKernel:
             return call()
         lengths = {"cu_seq_lens_q": documents.cu_seqlens, "cu_seq_lens_k": documents.cu_seqlens}
         longest = {"max_length_q": documents.longest, "max_length_k": documents.longest}
-        return _without_padding(call(**lengths, **longest), documents)
+        return without_padding(call(**lengths, **longest), documents)
 
     def _flex(self, call, q, k, v, documents: Documents, window):
         from torch.nn.attention.flex_attention import create_block_mask
@@ -167,11 +168,12 @@ def _in_window(start: int, stop: int, first: int, last: int, window: int, device
     return (distance >= 0) & (distance < window)
 
 
-def _without_padding(out_BSMV: Tensor, documents: Documents) -> Tensor:
-    """Zeros on padding, as sdpa and flash attention give to a row without keys."""
+def without_padding(out_BTMV: Tensor, documents: Documents, first: int = 0) -> Tensor:
+    """Zeros on padding, as sdpa and flash attention give to a row without keys; token `first` is the first of T."""
     if documents.padding_BS is None:
-        return out_BSMV
-    return out_BSMV.masked_fill(documents.padding_BS.unflatten(1, (-1, 1, 1)), 0)
+        return out_BTMV
+    padding_BT = documents.padding_BS[:, first : first + out_BTMV.shape[1]]
+    return out_BTMV.masked_fill(padding_BT.unflatten(1, (-1, 1, 1)), 0)
 
 
 class _StandIn:

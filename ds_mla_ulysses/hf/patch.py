@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..attention.gather import GatherKVAttention
 from ..attention.mla import UlyssesMLAAttention
 from ..attention.ulysses import UlyssesAttention
 from ..comm.group import SequenceGroup, gather_objects, raise_first, split_world
@@ -41,6 +41,7 @@ from ..layout.heads import HeadPartition
 from .families import TESTED, AttentionModel, MLAWidths, find_attention, is_mla, is_patched
 from .handle import Handle
 from .kernel import LocalKernel
+from .moba import MoBAKernel, kernel_of
 
 #: Our entry in transformers' attention functions. Without "flash" in it: transformers looks for that.
 ATTENTION_NAME = "ds_mla_ulysses"
@@ -48,7 +49,7 @@ ATTENTION_NAME = "ds_mla_ulysses"
 DOCUMENTS = "ulysses_documents"
 #: The keyword argument that tells the text model's hook what is wrong with the whole model's arguments.
 PROBLEM = "ulysses_problem"
-STRATEGIES = ("packed",)
+STRATEGIES = ("packed", "gather_kv")
 
 _NO_ATTENTIONS = "output_attentions is not supported under sequence parallelism."
 _REFUSED_OF_MODEL = {
@@ -93,6 +94,8 @@ def parallelize(
         sp_size: ranks that share a sequence, consecutive ones; all ranks of the job by default.
         group: the process group to use instead; the groups of all ranks must divide the world evenly.
         strategy: "packed": what the heads need travels in one all-to-all; the shared key of MLA is gathered.
+            "gather_kv", for models that run MoBA over ordinary heads: the keys and values of all heads are gathered,
+            queries stay; layers with full attention are packed as ever.
         by_batch: only forwards that are given `ulysses_sharded=True`, as the batches of
             `ShardedDataLoader` have it, are sequence-parallel, and all others those of the plain model. By
             default all are, but for those inside `handle.paused()`.
@@ -120,14 +123,21 @@ def parallelize(
             f"({', '.join(TESTED)}), but was not tested itself: compare one step with one process before you trust it.",
             stacklevel=2,
         )
-    kernels = [_kernel(layer) for layer in found.layers]
+    kernels = [kernel_of(layer, layer.config) for layer in found.layers]
     _init_distributed()
     sequence_group, data_rank, data_size = _groups(sp_size, group)
-    for layer in found.layers:
+    if strategy == "gather_kv" and not all(isinstance(k, MoBAKernel) and not is_mla(k.module) for k in kernels):
+        raise ValueError(
+            "strategy='gather_kv' is for models that run MoBA (attn_implementation='moba') over ordinary heads: choose "
+            "'packed'."
+        )
+    for layer, kernel in zip(found.layers, kernels, strict=True):
+        if strategy == "gather_kv" and not kernel.is_full:
+            continue  # heads are not shared
         heads = MLAWidths.of(layer).heads if is_mla(layer) else getattr(layer.config, "num_attention_heads", None)
         if heads is not None:
             HeadPartition(heads, sequence_group.size)
-    patch = _Patch(model, found, sequence_group, kernels, by_batch)
+    patch = _Patch(model, found, sequence_group, kernels, strategy, by_batch)
     handle = Handle(model, sequence_group, data_rank, data_size, strategy, patch.pause, patch.undo)
     patch.attach(handle)
     return handle
@@ -150,16 +160,9 @@ class _Layer(_NotCopied):
     """What the attention function needs of one patched module."""
 
     attention: UlyssesMLAAttention | UlyssesAttention
-    kernel: LocalKernel
-    expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # of MLA
-
-
-def _kernel(layer: nn.Module) -> LocalKernel:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    eager = getattr(sys.modules[type(layer).__module__], "eager_attention_forward", None)
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(layer.config._attn_implementation, eager)
-    return LocalKernel(layer, layer.config, function)
+    kernel: LocalKernel | MoBAKernel
+    expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # of MLA
+    gathering: GatherKVAttention | None = None  # takes the place of `attention` while the kernel runs MoBA
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):
@@ -170,7 +173,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
         if layer.expand_kv is not None:
             key, value = layer.expand_kv(key, value)
         return layer.kernel.plain(query, key, value, attention_mask, **kwargs)
-    settings = layer.kernel.settings(**kwargs) | {"documents": documents}
+    settings = layer.kernel.settings(documents, **kwargs)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # rope in fp32 has widened some of them; kernels take them narrow
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -178,7 +181,8 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     if layer.expand_kv is None:
         if settings.get("s_aux") is not None:
             settings["s_aux"] = settings["s_aux"][layer.attention.query_heads(query.shape[1])]
-        out_BTHV = layer.attention(query_BTHK, key.transpose(1, 2), value.transpose(1, 2), 0, None, **settings)
+        attention = layer.attention if layer.gathering is None or layer.kernel.is_full else layer.gathering
+        out_BTHV = attention(query_BTHK, key.transpose(1, 2), value.transpose(1, 2), 0, None, **settings)
     else:
         # First the gather, then the projection under which it travels.
         pending = layer.attention.gather_shared_key(value.squeeze(1))
@@ -187,9 +191,10 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     return out_BTHV, None
 
 
-def _layer(module: nn.Module, kernel: LocalKernel, group: SequenceGroup) -> _Layer:
+def _layer(module: nn.Module, kernel: LocalKernel | MoBAKernel, group: SequenceGroup, strategy: str) -> _Layer:
     if not is_mla(module):
-        return _Layer(UlyssesAttention(kernel, group), kernel, None)
+        gathering = GatherKVAttention(kernel, group) if strategy == "gather_kv" else None
+        return _Layer(UlyssesAttention(kernel, group), kernel, gathering=gathering)
     widths = MLAWidths.of(module)
     attention = UlyssesMLAAttention(kernel, group, nope_dim=widths.nope, rope_dim=widths.rope, value_dim=widths.value)
     return _Layer(attention, kernel, module.expand_kv)
@@ -208,7 +213,8 @@ class _Patch(_NotCopied):
         model: nn.Module,
         found: AttentionModel,
         group: SequenceGroup,
-        kernels: list[LocalKernel],
+        kernels: list[LocalKernel | MoBAKernel],
+        strategy: str,
         by_batch: bool,
     ) -> None:
         from transformers import AttentionInterface
@@ -231,7 +237,7 @@ class _Patch(_NotCopied):
             layer_config = copy.copy(layer.config)
             layer_config._attn_implementation_internal = ATTENTION_NAME
             # Straight into the instance's dict: an assigned module would appear among its submodules.
-            self._replace(layer, "_ulysses", _layer(layer, kernel, group))
+            self._replace(layer, "_ulysses", _layer(layer, kernel, group, strategy))
             if is_mla(layer):
                 self._replace(layer, "expand_kv", _latents_as_they_are)
             self._replace(layer, "config", layer_config)

@@ -39,7 +39,18 @@ def own_tokens(whole, handle):
     return whole[:, handle.group.rank * T : (handle.group.rank + 1) * T]
 
 
-def compare(family, kind, implementation="sdpa", B=2, S=33, loss=None, gradient=GRADIENT, reference="sdpa", **config):
+def compare(
+    family,
+    kind,
+    implementation="sdpa",
+    B=2,
+    S=33,
+    loss=None,
+    gradient=GRADIENT,
+    reference="sdpa",
+    strategy="packed",
+    **config,
+):
     import ds_mla_ulysses as dmu
 
     if kind == "packed":
@@ -55,7 +66,7 @@ def compare(family, kind, implementation="sdpa", B=2, S=33, loss=None, gradient=
     else:
         want = reference_step(plain, batch)
     model = tiny_model(family, attn_implementation=implementation, **config)
-    handle = dmu.parallelize(model)
+    handle = dmu.parallelize(model, strategy=strategy)
     got = sharded_step(model, batch, handle)
     assert abs(got[0] - want[0]) <= loss * max(1, abs(want[0])), (got[0], want[0])
     mine = own_tokens(want[2], handle)

@@ -1,0 +1,298 @@
+"""MoBA as an attention implementation of Hugging Face models, in one process and over ranks.
+
+A model that is loaded with a registered name calls `MoBAFunction` in every layer. It hands the layer's queries, keys
+and values to `MoBAKernel`, which is also what `parallelize` takes as the local attention of such a model: whether a
+layer runs MoBA or full attention, how documents and padding are honoured and what is refused is said there, once.
+
+Letters: B batch · H query heads · T queries · S keys · K query and key width · V value width.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.group import SequenceGroup
+from ..layout.documents import Documents, gather_documents
+from ..moba import MoBAConfig, moba_attention
+from .families import attention_layers
+from .kernel import LocalKernel, without_padding
+
+#: Where a model's config keeps what changes its answer; the rest is the machine's affair.
+CONFIG_KEY = "moba"
+_STORED = ("moba_chunk_size", "moba_topk", "full_attention_layers")
+#: The attribute of an attention module that `set_moba` writes.
+_OFF = "_moba_is_off"
+
+
+def register_moba(config: MoBAConfig | None = None, name: str = "moba") -> None:
+    """Makes `attn_implementation=name` run MoBA in any Hugging Face decoder.
+
+    Block size, top-k and the layers with full attention are written into the config of each model that runs it
+    (`model.config.moba`), and are saved and loaded with it; they go before what is registered, if the two are equal.
+    Models with other numbers take another name.
+
+    Args:
+        config: None: each model brings its own, from a checkpoint.
+        name: of the implementation; not one of transformers' own.
+
+    Raises:
+        ValueError: the name is taken, by another config or by transformers.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if config is not None and not isinstance(config, MoBAConfig):
+        raise ValueError(f"config must be a MoBAConfig, got {config!r}.")
+    if not name.isidentifier() or "flash" in name or name in ("eager", "paged"):
+        raise ValueError(f"name must be a word of its own and without 'flash', at which transformers looks: {name!r}.")
+    known = ALL_ATTENTION_FUNCTIONS.get(name)
+    if known is not None and not isinstance(known, MoBAFunction):
+        raise ValueError(f"{name!r} is an attention implementation already: choose another name.")
+    if known is not None and config is not None and known.config not in (None, config):
+        raise ValueError(
+            f"{name!r} is registered with {known.config}, not {config}: give this one a name of its own, "
+            f"register_moba(config, name={name + '_2'!r}), and load its model with that attn_implementation."
+        )
+    if known is None or (known.config is None and config is not None):
+        function = MoBAFunction(name, config)
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, function.mask)
+
+
+def set_moba(model: nn.Module, enabled: bool) -> None:
+    """Switches all MoBA layers of a model to full attention (`MoBAConfig.dense`), or back; from the next forward on.
+
+    Works on plain and on parallelized models, and on what wraps them. It is not saved with the model. Do not call it
+    between a forward and its backward: layers that are recomputed would change.
+
+    Raises:
+        ValueError: the model has no MoBA layers.
+    """
+    layers = [layer for layer in attention_layers(model) if _function_of(layer) is not None]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no MoBA layers: call register_moba, and load it with attn_implementation='moba'."
+        )
+    for layer in layers:
+        vars(layer)[_OFF] = not enabled
+
+
+class MoBAFunction:
+    """transformers' attention function and mask function of one registered name."""
+
+    def __init__(self, name: str, config: MoBAConfig | None) -> None:
+        self.name, self.config = name, config
+
+    def config_of(self, model_config: Any) -> MoBAConfig:
+        """The MoBA config of a model, which is written into the model's config if it is not there.
+
+        Raises:
+            ValueError: there is none, or two that differ.
+        """
+        stored = getattr(model_config, CONFIG_KEY, None)
+        if stored is None and self.config is None:
+            raise ValueError(
+                f"the config of this {model_config.model_type} has no {CONFIG_KEY!r} and {self.name!r} was registered "
+                "without one: call register_moba(MoBAConfig(...))."
+            )
+        if stored is None:
+            setattr(model_config, CONFIG_KEY, {key: getattr(self.config, key) for key in _STORED})
+            return self.config
+        own = replace(self.config or MoBAConfig(), **stored)
+        if self.config not in (None, own):
+            raise ValueError(
+                f"the model's config has {CONFIG_KEY}={stored}, but {self.name!r} is registered with {self.config}: "
+                f"call register_moba() without a config to take the model's, or set model.config.{CONFIG_KEY} = None to "
+                "take the registered one from here on."
+            )
+        return own
+
+    # Documents are Python numbers to MoBA: traced, each layout would be a graph of its own.
+    @torch.compiler.disable
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """query [B, H, T, K], key [B, G, S, K], value [B, G, S, V] -> [B, T, H, V]."""
+        return MoBAKernel(module, module.config, self).plain(query, key, value, attention_mask, **kwargs)
+
+    def mask(
+        self,
+        *,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        attention_mask: Tensor | None = None,
+        use_vmap: bool = False,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        """What goes to the layers: the two-dimensional mask if it pads, None otherwise. Nothing is quadratic."""
+        from transformers.masking_utils import flash_attention_mask
+
+        if use_vmap:
+            raise ValueError(
+                f"attn_implementation={self.name!r} cannot honour this model's additional mask: load it with another one."
+            )
+        if int(q_offset) + q_length != kv_offset + kv_length:
+            raise ValueError(
+                f"attn_implementation={self.name!r} takes caches that grow (DynamicCache, the default of generate), not "
+                "static ones: leave cache_implementation out."
+            )
+        if config is not None:
+            self.config_of(config)
+        return flash_attention_mask(
+            q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **{"batch_size": 0} | kwargs
+        )
+
+
+class MoBAKernel:
+    """The local attention of one layer: MoBA, or the dense implementation in the layers that have it.
+
+    Has the methods of `LocalKernel`. Queries may be a part of the rows.
+
+    Args:
+        module: the attention module.
+        config: its config, or one whose names it goes by.
+        function: the registered function that the config names.
+    """
+
+    def __init__(self, module: nn.Module, config: Any, function: MoBAFunction) -> None:
+        moba = function.config_of(config)
+        self.module, self.function, self.implementation = module, function, moba.implementation
+        self.blocks = moba.blocks_of(_layer_index(module), config.num_hidden_layers)
+        if moba.dense == function.name:
+            raise ValueError(f"dense={moba.dense!r} is MoBA itself: name the implementation of full attention.")
+        dense = copy.copy(config)
+        dense._attn_implementation_internal = moba.dense
+        self.dense = kernel_of(module, dense)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next call is full attention."""
+        return self.blocks is None or vars(self.module).get(_OFF, False)
+
+    def settings(self, documents: Documents, **kwargs: Any) -> dict[str, Any]:
+        """As `LocalKernel.settings`; refuses what MoBA does not have."""
+        if kwargs.get("dropout"):
+            raise ValueError(
+                f"MoBA has no attention dropout ({kwargs['dropout']}): set config.attention_dropout = 0.0."
+            )
+        settings = self.dense.settings(documents, **kwargs)
+        if self.is_full:
+            return settings
+        window = settings["window"]
+        found = {
+            "attention sinks (s_aux)": settings.get("s_aux") is not None,
+            f"a soft cap (softcap={settings.get('softcap')})": settings.get("softcap") is not None,
+            f"a sliding window of {window} tokens": window is not None and window < documents.length,
+        }
+        for what, is_there in found.items():
+            if is_there:
+                layer = _layer_index(self.module)
+                raise ValueError(
+                    f"layer {layer} has {what}, which MoBA does not: name {layer} in full_attention_layers, or load the "
+                    "model with another attn_implementation."
+                )
+        return settings
+
+    @torch.compiler.disable
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        documents: Documents,
+        scaling: float | None,
+        window: int | None = None,
+        first_query: int = 0,
+        **settings: Any,
+    ) -> Tensor:
+        """q_BTHK, k_BSGK, v_BSGV -> out_BTHV; the queries are [first_query, first_query + T) of the S tokens."""
+        T, S = q.shape[1], k.shape[1]
+        if self.is_full and T == S:
+            return self.dense(q, k, v, documents=documents, scaling=scaling, window=window, **settings)
+        if self.is_full:
+            blocks = S, 1  # one block holds each document
+            if settings or (window is not None and window < S):
+                raise ValueError(
+                    "layers with a sliding window, a soft cap or sinks do not go with a cache here: call "
+                    "generate(use_cache=False), or load the model with another attn_implementation."
+                )
+        else:
+            blocks = self.blocks
+        out = moba_attention(
+            q,
+            k,
+            v,
+            *blocks,
+            cu_seqlens=None if documents.one_per_row else documents.cu_seqlens,
+            first_query=first_query,
+            scale=scaling,
+            implementation=self.implementation,
+        )
+        return without_padding(out, documents, first_query)
+
+    def plain(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """One process, [B, H, T, .] as Hugging Face hands them; with a cache the queries are the last T of S."""
+        if getattr(self.module, "is_causal", True) is False:
+            raise ValueError(
+                f"{type(self.module).__name__} is not causal, MoBA is: give attn_implementation a dict that names MoBA "
+                f"for the text model only, such as {{'text_config': {self.function.name!r}}}."
+            )
+        (B, _, T, _), S = q.shape, k.shape[2]
+        positions, boundaries = kwargs.pop("position_ids", None), kwargs.pop("cu_seq_lens_k", None)
+        if boundaries is not None:
+            documents = _documents_of(boundaries, B, S)
+        else:
+            positions = positions if T == S else None  # with a cache, those of the queries only
+            documents, _ = gather_documents(positions, attention_mask, (B, S), q.device, SequenceGroup.of(None))
+        settings = self.settings(documents, **kwargs)
+        out = self(*(x.transpose(1, 2) for x in (q, k, v)), first_query=S - T, **settings)
+        return out, None
+
+
+def kernel_of(layer: nn.Module, config: Any) -> LocalKernel | MoBAKernel:
+    """The kernel of the implementation that a config names."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager = getattr(sys.modules[type(layer).__module__], "eager_attention_forward", None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+    kind = MoBAKernel if isinstance(function, MoBAFunction) else LocalKernel
+    return kind(layer, config, function)
+
+
+def _function_of(layer: nn.Module) -> MoBAFunction | None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    kernel = getattr(vars(layer).get("_ulysses"), "kernel", None)  # of a parallelized model
+    if isinstance(kernel, MoBAKernel):
+        return kernel.function
+    function = ALL_ATTENTION_FUNCTIONS.get(layer.config._attn_implementation)
+    return function if isinstance(function, MoBAFunction) else None
+
+
+def _layer_index(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise ValueError(
+            f"{type(module).__name__} has no layer_idx, by which MoBA's layers are told: it cannot run MoBA."
+        )
+    return index
+
+
+def _documents_of(boundaries: Tensor, B: int, S: int) -> Documents:
+    """Of cu_seqlens over the B*S tokens."""
+    starts = torch.zeros(B * S + 1, dtype=torch.bool, device=boundaries.device)
+    starts[boundaries.long()] = True
+    starts[: B * S : S] = True
+    return Documents(starts[:-1].view(B, S))
