@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 _WHERE = {
+    "FullAttentionCallback": "integrations.callbacks",
     "Handle": "hf.handle",
     "MoBAConfig": "moba.config",
     "SequenceGroup": "comm.group",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .hf.handle import Handle
     from .hf.moba import register_moba, set_moba
     from .hf.patch import handle_of, parallelize
+    from .integrations.callbacks import FullAttentionCallback
     from .integrations.dataloader import ShardedDataLoader
     from .integrations.deepspeed import initialize
     from .integrations.trainer import install, uninstall

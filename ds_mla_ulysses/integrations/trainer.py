@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from ..comm.group import SequenceGroup
 from ..hf.handle import Handle
-from ..hf.patch import handle_of, parallelize
+from ..hf.patch import STRATEGIES, handle_of, parallelize
 from ..layout.batch import SHARDED, exchange_batches
 from ..layout.loss import count_items, sequence_loss, sum_of_losses
 from .dataloader import ShardedDataLoader
@@ -48,7 +48,7 @@ _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 _installation: _Installation | None = None
 
 
-def install(*, sp_in_eval: bool = False) -> None:
+def install(*, sp_in_eval: bool = False, strategy: str = "packed") -> None:
     """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
 
     Call it before the Trainer (or the Accelerator) is built, and before TrainingArguments. A second call with the
@@ -58,6 +58,7 @@ def install(*, sp_in_eval: bool = False) -> None:
     Args:
         sp_in_eval: evaluation and prediction of a Trainer share sequences too. By default each rank evaluates
             samples of its own with the plain model, as without sequence parallelism.
+        strategy: as of `parallelize`, for every model.
 
     Raises:
         RuntimeError: a symbol of the table is missing in the installed versions, or another setting is installed.
@@ -65,17 +66,19 @@ def install(*, sp_in_eval: bool = False) -> None:
     Warns: by name of each package whose version is not the tested one.
     """
     global _installation
+    settings = {"sp_in_eval": sp_in_eval, "strategy": strategy}
     if _installation is not None:
-        if _installation.sp_in_eval != sp_in_eval:
-            raise RuntimeError(
-                f"installed already, with sp_in_eval={_installation.sp_in_eval}: call ds_mla_ulysses.uninstall() first."
-            )
+        if _installation.settings != settings:
+            found = ", ".join(f"{name}={value!r}" for name, value in _installation.settings.items())
+            raise RuntimeError(f"installed already, with {found}: call ds_mla_ulysses.uninstall() first.")
         return
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {list(STRATEGIES)}, got {strategy!r}.")
     for package, tested in TESTED_VERSIONS.items():
         version = importlib.metadata.version(package)
         if version != tested:
             warnings.warn(f"{package} {version} is not the version that was tested ({tested}).", stacklevel=2)
-    _installation = _Installation(sp_in_eval)
+    _installation = _Installation(settings)
     # A process group whose threads outlive the interpreter can abort the process after all work is done.
     atexit.register(uninstall)
     init_deepspeed_on_cpu()
@@ -121,8 +124,8 @@ class _Symbol:
 
 
 class _Installation:
-    def __init__(self, sp_in_eval: bool) -> None:
-        self.sp_in_eval = sp_in_eval
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
         self._handles: list[Handle] = []
         self._groups: dict[int, SequenceGroup] = {}
         table: list[tuple[str, str, Callable[[Any], Any]]] = [
@@ -135,7 +138,7 @@ class _Installation:
             ("transformers.trainer", "Trainer.compute_loss", _wrap_compute_loss),
             ("transformers.trainer", "Trainer._get_num_items_in_batch", _wrap_num_items),
         ]
-        if sp_in_eval:
+        if settings["sp_in_eval"]:
             table.append(("transformers.trainer", "Trainer.prediction_step", _wrap_prediction_step))
         # All are found before the first is replaced.
         self.symbols = [_Symbol.find(module, path) for module, path, _ in table]
@@ -187,7 +190,7 @@ class _Installation:
             )
         group = self._groups.get(sp_size)
         which: dict[str, Any] = {"sp_size": sp_size} if group is None else {"group": group}
-        handle = parallelize(model, by_batch=True, **which)
+        handle = parallelize(model, by_batch=True, strategy=self.settings["strategy"], **which)
         self._groups[sp_size] = handle.group
         self._handles.append(handle)
         return RegisteredMpu(handle)

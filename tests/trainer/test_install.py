@@ -98,8 +98,13 @@ def test_install_twice():
     now = found()
     ds_mla_ulysses.install()
     assert all(a is b for a, b in zip(found(), now, strict=True))
-    with pytest.raises(RuntimeError, match=r"installed already, with sp_in_eval=False: call ds_mla_ulysses.uninstall"):
-        ds_mla_ulysses.install(sp_in_eval=True)
+    found_settings = r"installed already, with sp_in_eval=False, strategy='packed': call ds_mla_ulysses.uninstall"
+    for other in (dict(sp_in_eval=True), dict(strategy="gather_kv")):
+        with pytest.raises(RuntimeError, match=found_settings):
+            ds_mla_ulysses.install(**other)
+    ds_mla_ulysses.uninstall()
+    with pytest.raises(ValueError, match=r"strategy must be one of \['packed', 'gather_kv'\], got 'ring'"):
+        ds_mla_ulysses.install(strategy="ring")
 
 
 def test_untested_versions_are_named(monkeypatch):

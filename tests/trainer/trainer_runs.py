@@ -41,7 +41,7 @@ class Run:
         prepare: `prepare(model) -> model` before the Trainer is built.
         trainer: `trainer(Run) -> dict` of further arguments of the Trainer; its class under "class".
         extra: `extra(trainer) -> Any` after training.
-        sp_in_eval, evaluate: as named; `evaluate` makes a run call trainer.evaluate() in the place of training.
+        sp_in_eval, strategy: arguments of install.
         handler: arguments of DeepSpeedSequenceParallelConfig.
     """
 
@@ -59,6 +59,7 @@ class Run:
     trainer: Callable[[], dict[str, Any]] | None = None
     extra: Callable[[Any], Any] | None = None
     sp_in_eval: bool = False
+    strategy: str = "packed"
     handler: tuple[tuple[str, Any], ...] = ()
 
 
@@ -138,7 +139,7 @@ def sharded(run: Run) -> dict[str, Any]:
     import ds_mla_ulysses
 
     with fresh_state():
-        ds_mla_ulysses.install(sp_in_eval=run.sp_in_eval)
+        ds_mla_ulysses.install(sp_in_eval=run.sp_in_eval, strategy=run.strategy)
         try:
             return _train(run, dist.get_world_size(), 1)
         finally:
