@@ -18,7 +18,7 @@ The host waits for the device once in forward and once in backward: for the size
 is sparse. (The gate waits too: see `routing`.)
 
 Letters: T queries · S keys · H query heads · G key/value heads · R = H/G · K query/key width · V value width ·
-W the width that the operator sees · J = topk - 1 places for past blocks · N complete blocks of all sparse documents ·
+W the width that the operator sees · J = topk - 1 places for past blocks · D documents · N segments of a call, or complete blocks of all sparse documents ·
 X rows of one key/value head, (query, head of its group) · P pairs of such a row and a block that it picked, by block.
 """
 
@@ -40,6 +40,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST = 256
 #: The operator reads 16 bytes at a time: widths and strides are multiples of as many elements.
 _ALIGNED = 8
+#: A dimension of the kernel's grid counts segments.
+_MOST_SEGMENTS = 65535
 
 
 # The operator. These three, and `_DTYPES`, are all that knows of it.
@@ -208,14 +210,19 @@ class _Segments:
     @staticmethod
     def build(queries_N: Tensor, starts_N: Tensor, keys_N: Tensor, device: torch.device) -> _Segments:
         """Of int64 tensors on the CPU: how many queries, the first key, how many keys; none of them empty."""
+        if len(queries_N) > _MOST_SEGMENTS:
+            raise ValueError(
+                f"implementation 'flash' takes at most {_MOST_SEGMENTS} blocks and dense documents in a call, got "
+                f"{len(queries_N)}: choose a larger moba_chunk_size, or 'torch'."
+            )
         cu_q, cu_k = (F.pad(x.cumsum(0), (1, 0)) for x in (queries_N, keys_N))
         first, total = int(starts_N[0]), int(cu_k[-1])
         gaps_N = starts_N - cu_k[:-1]
         if bool((gaps_N == first).all()):
             where = slice(first, first + total)
         else:
-            gaps_N, keys_on_device_N = _put(gaps_N, device), _put(keys_N, device)
-            where = torch.arange(total, device=device) + gaps_N.repeat_interleave(keys_on_device_N, output_size=total)
+            gaps_S = _put(gaps_N, device).repeat_interleave(_put(keys_N, device), output_size=total)
+            where = torch.arange(total, device=device) + gaps_S
         cu_q, cu_k = (_put(x.int(), device) for x in (cu_q, cu_k))
         return _Segments((cu_q, cu_k, int(queries_N.max()), int(keys_N.max())), where)
 
@@ -288,7 +295,7 @@ class _Group:
 
 
 def _groups(blocks_THJ: Tensor, G: int, sparse: Sequence[Document], block: int) -> Iterator[_Group]:
-    """Every key/value head of which any block was picked."""
+    """Every key/value head; the last query of a sparse document always picks something."""
     (T, H, J), device = blocks_THJ.shape, blocks_THJ.device
     R = H // G
     if T * R * J >= 2**31:
@@ -298,21 +305,19 @@ def _groups(blocks_THJ: Tensor, G: int, sparse: Sequence[Document], block: int) 
         )
     k_D, complete_D = torch.tensor([(doc.k, doc.keys // block) for doc in sparse]).unbind(1)
     starts_N = k_D.repeat_interleave(complete_D) + _within(complete_D) * block
-    base_T1 = _first_blocks(sparse, complete_D, T, device).unsqueeze(1)
+    base_T11 = _first_blocks(sparse, complete_D, T, device).view(-1, 1, 1)
     edges = torch.arange(len(starts_N) + 1, dtype=torch.int32, device=device)
 
     orders_GP, ends_GN = [], []
     for blocks_TRJ in blocks_THJ.unflatten(1, (G, R)).unbind(1):
         # Blocks are numbered over all documents from here on. Places that hold none come first.
-        numbered_P = torch.where(blocks_TRJ < 0, -1, blocks_TRJ + base_T1.unsqueeze(1)).flatten()
+        numbered_P = torch.where(blocks_TRJ < 0, -1, blocks_TRJ + base_T11).flatten()
         picked_P, order_P = numbered_P.sort(stable=True)
         ends_GN.append(torch.searchsorted(picked_P, edges))
         orders_GP.append(order_P.int())
     for head, ends_N in enumerate(torch.stack(ends_GN).cpu()):
         rows_N = ends_N.diff()
         used_N = rows_N.nonzero().flatten()
-        if not len(used_N):
-            continue
         segments = _Segments.build(rows_N[used_N], starts_N[used_N], torch.full_like(used_N, block), device)
         order_P = orders_GP[head][int(ends_N[0]) :].long()
         place_XJ = torch.full((T * R * J,), -1, device=device)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from moba_cases import inputs, random_documents, run
 
 from ds_mla_ulysses.moba import api, choose_implementation, flash, moba_attention, moba_attn_varlen, moba_select
+from ds_mla_ulysses.moba.grid import Document
 from ds_mla_ulysses.moba.reference import reference_attention
 
 
@@ -306,15 +307,48 @@ def test_rounding(operator, dtype, S, block, topk, monkeypatch):
     found = errors(
         run(qkv, None, block, topk, implementation="flash"), run(exact, None, block, topk, implementation="reference")
     )
-    assert all(0 < mine <= 2 * theirs for mine, theirs in zip(found, dense, strict=True)), (found, dense)
+    assert all(0 < mine <= 1.5 * theirs for mine, theirs in zip(found, dense, strict=True)), (found, dense)
+
+
+def test_sums_are_wide_and_have_no_gaps(operator):
+    """All that is added up is rounded once, by the caller; what the kernel gives alone is not widened."""
+    documents = [Document(0, 0, 100, 100)]
+    q, k, v = (x.detach() for x in inputs(100, 4, 2, 16, 8, dtype=torch.bfloat16))
+    for block, topk, dtype in ((16, 3, torch.float32), (50, 2, torch.bfloat16)):
+        out, lse, blocks = flash.forward(q, k, v, documents, block, topk, topk - 1, 0.3)
+        grads = flash.backward(v.repeat(1, 2, 1), q, k, v, out.to(q.dtype), lse, blocks, documents, block, topk, 0.3)
+        assert lse.dtype == torch.float32 and [x.dtype for x in (out, *grads)] == [dtype] * 4
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+        assert all(x.is_contiguous() for x in (out, lse, blocks, *grads))
 
 
 def test_two_runs_give_the_same_bits(operator):
     torch.set_num_threads(2)
-    qkv, cu = inputs(400, 4, 2, 32, dtype=torch.bfloat16), torch.tensor([0, 130, 400])
-    first = run(qkv, cu, 16, 6, implementation="flash")
-    for _ in range(3):
-        assert all(map(torch.equal, run(qkv, cu, 16, 6, implementation="flash"), first))
+    qkv, cu = inputs(90, 4, 2, 32, dtype=torch.bfloat16), torch.tensor([0, 30, 90])
+    first = run(qkv, cu, 16, 4, implementation="flash")
+    assert all(map(torch.equal, run(qkv, cu, 16, 4, implementation="flash"), first))
+
+
+def test_runs_where_only_deterministic_algorithms_are_allowed(operator):
+    qkv = inputs(200, 4, 2)
+    want = run(qkv, torch.tensor([0, 90, 200]), 16, 3, implementation="flash")
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = run(qkv, torch.tensor([0, 90, 200]), 16, 3, implementation="flash")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, got, want))
+
+
+def test_compiles_to_one_graph(operator):
+    qkv, cu = inputs(120, 4, 2), torch.tensor([0, 50, 120])
+    want = run(qkv, cu, 16, 2, implementation="flash")
+    attend = functools.partial(moba_attn_varlen, implementation="flash")
+    step = torch.compile(lambda *x: attend(*x, None, 16, 2), backend="aot_eager", fullgraph=True)
+    out = step(*qkv, cu)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for x, y in zip([out, *torch.autograd.grad(out, qkv, grad)], want, strict=True):
+        assert torch.equal(x, y)
 
 
 # What is refused.
@@ -341,6 +375,13 @@ def test_wide_heads_are_refused(operator, K, V):
 def test_a_cpu_is_refused():
     with pytest.raises(ValueError, match="needs an NVIDIA GPU of .* got tensors on cpu: choose 'torch'"):
         run(inputs(8, dtype=torch.bfloat16), None, 4, 2, implementation="flash")
+
+
+def test_too_many_segments_are_refused(operator):
+    with pytest.raises(
+        ValueError, match="at most 65535 blocks .* got 65536: choose a larger moba_chunk_size, or 'torch'"
+    ):
+        run(inputs(65536, 1, 1, 1), None, 1, 1, implementation="flash")
 
 
 def test_too_many_pairs_are_refused(operator):
