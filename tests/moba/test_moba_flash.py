@@ -257,11 +257,14 @@ def test_key_value_heads_are_not_copied(operator):
 
 def test_strides_and_gradients_without_strides(operator):
     """What the operator cannot read as it lies is copied: it would read the wrong addresses, or end the process."""
-    buffer = torch.randn(90, 101, dtype=torch.float64)
-    parts = [buffer[:, a:b].unflatten(1, (2, -1)).requires_grad_() for a, b in ((0, 24), (31, 55), (60, 84))]
+
+    def parts(row, *starts):
+        buffer = torch.randn(90, row, dtype=torch.float64)
+        return [buffer[:, a : a + 16].unflatten(1, (2, 8)).requires_grad_() for a in starts]
+
     odd = [torch.randn(2, 12, 90, dtype=torch.float64).permute(2, 0, 1).requires_grad_() for _ in range(3)]
     heads = [torch.randn(2, 90, 8, dtype=torch.float64).transpose(0, 1).requires_grad_() for _ in range(3)]
-    for qkv in (parts, odd, heads):
+    for qkv in (parts(101, 0, 16, 32), parts(104, 1, 17, 33), odd, heads):
         got, want = (
             torch.autograd.grad(moba_attn_varlen(*qkv, None, None, 16, 2, implementation=name).sum(), qkv)
             for name in ("flash", "reference")
