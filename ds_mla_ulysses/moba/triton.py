@@ -1,14 +1,14 @@
 """The implementation "triton": for Hopper GPUs; elsewhere in triton's interpreter, to be tested.
 
-| step     | kernels                                      | what the tokens times topk cost                          |
-|----------|----------------------------------------------|----------------------------------------------------------|
-| gate     | `pool`, `gate`                               | the picked blocks, int32; scores stay in registers       |
-| forward  | `routed_forward`, `own_forward`              | parts of one chunk, fp32: at most `_PART_BYTES`          |
-| backward | `row_products`, `routed_query`, `own_query`, `key_value` | the same                                     |
+| step     | kernels                                                  | memory that grows with topk              |
+|----------|----------------------------------------------------------|------------------------------------------|
+| gate     | `pool`, `gate`                                           | the picked blocks; no scores             |
+| forward  | `routed_forward`, `own_forward`                          | parts of out, at most `_PART_BYTES`      |
+| backward | `row_products`, `routed_query`, `own_query`, `key_value` | parts of dq, the same                    |
 
 Documents become *groups*, consecutive keys and the queries that see them causally: a block of a document with the
 queries in it, or a whole document where that is dense. The (query, head) pairs that picked a block are sorted by
-(key/value head, block), which is all that happens outside the kernels, and never waits for the device. A part of a
+(key/value head, block), which is all that happens outside the kernels; nothing is read back from the device. A part of a
 result belongs to one pair and lies where the pair's number says; the row's own program sums them in order of place.
 So there are no atomics, and two runs give the same bits.
 
@@ -23,9 +23,10 @@ J = topk - 1 places for past blocks · N groups · P pairs of a chunk.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -54,6 +55,11 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"implementation 'triton' has no room for heads of widths {q.shape[-1]} and {v.shape[-1]} in {q.dtype}: "
             f"{instead}"
         )
+    if q.shape[0] * (q.shape[1] // k.shape[1]) >= _INT32 - 1024 or k.shape[0] >= _INT32 - 1024:
+        raise ValueError(
+            f"implementation 'triton' counts tokens, times the query heads of a key/value head, in 32 bits, "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}: {instead}"
+        )
     if importlib.util.find_spec("triton") is None:
         raise ValueError(f"implementation 'triton' needs the package triton, which is not installed: {instead}")
     interpreted = _kernels().INTERPRETED
@@ -66,6 +72,18 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"triton's interpreter (TRITON_INTERPRET=1) is wrong in bf16: take fp32 or fp16, or {instead}")
 
 
+def _on_its_device(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Triton launches on the current device, whatever device the tensors are on."""
+
+    @functools.wraps(function)
+    def guarded(first: Tensor, *args):
+        with torch.cuda.device_of(first):
+            return function(first, *args)
+
+    return guarded
+
+
+@_on_its_device
 def forward(
     q_THK: Tensor,
     k_SGK: Tensor,
@@ -86,8 +104,7 @@ def forward(
         q, out, lse, blocks = (chunk.rows(x) for x in (q_THK, out_THV, lse_TH, blocks_THJ))
         k, v = (x[:, chunk.heads] for x in (k_SGK, v_SGV))
         groups = chunk.groups(plan)
-        # `groups` outlives its launches: memory that is given back may be taken while a kernel reads it elsewhere.
-        table = groups.to(q.device, torch.int32)
+        table = _table(groups, q.device)
         strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
         J = places if chunk.routed else 0
         constants = {"R": chunk.R, "J": J, **widths, "ROWS": sizes.rows, "STEP": sizes.keys, **sizes.options}
@@ -102,25 +119,13 @@ def forward(
         tiles = _own_tiles(groups, chunk.R, sizes.rows, q.device)
         if len(tiles):
             kernels.own_forward[(len(tiles), k.shape[1])](
-                q,
-                k,
-                v,
-                blocks,
-                part_PV,
-                part_lse_P,
-                out,
-                lse,
-                table,
-                tiles,
-                *strides,
-                scale,
-                q.shape[1],
-                H,
+                q, k, v, blocks, part_PV, part_lse_P, out, lse, table, tiles, *strides, scale, q.shape[1], H,
                 **constants,
-            )
+            )  # fmt: skip
     return out_THV, lse_TH, blocks_THJ
 
 
+@_on_its_device
 def backward(
     grad_THV: Tensor,
     q_THK: Tensor,
@@ -151,7 +156,7 @@ def backward(
         grad, q, lse, delta, blocks, dq = (chunk.rows(x) for x in rows)
         k, v, dk, dv = (x[:, chunk.heads] for x in (k_SGK, v_SGV, dk_SGK, dv_SGV))
         groups = chunk.groups(plan)
-        table = groups.to(q.device, torch.int32)
+        table = _table(groups, q.device)
         heads, N, G = q.shape[1], len(groups), k.shape[1]
         strides = *grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
         J = places if chunk.routed else 0
@@ -313,7 +318,8 @@ class _Chunk:
 
 
 def _own_tiles(groups: Tensor, R: int, rows: int, device: torch.device) -> Tensor:
-    return _tiles(groups[:, 1] * R, rows, device)
+    """Of queries. In a long document the last see most keys, and should not be what is left to wait for."""
+    return _tiles(groups[:, 1] * R, rows, device).flip(0)
 
 
 def _tiles(counts_N: Tensor, size: int, device: torch.device) -> Tensor:
@@ -321,7 +327,12 @@ def _tiles(counts_N: Tensor, size: int, device: torch.device) -> Tensor:
     tiles_N = (counts_N + size - 1) // size
     group = torch.repeat_interleave(tiles_N)
     first = (torch.arange(len(group)) - (tiles_N.cumsum(0) - tiles_N)[group]) * size
-    return torch.stack((group, first), 1).to(device, torch.int32)
+    return _table(torch.stack((group, first), 1), device)
+
+
+def _table(x: Tensor, device: torch.device) -> Tensor:
+    # From memory that is not pinned, CUDA has read the values when the call returns.
+    return x.int().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -397,7 +408,7 @@ def _select(
     (T, H, K), G, device = q_THK.shape, k_SGK.shape[1], q_THK.device
     blocks_THJ = torch.full((T, H, places), -1, dtype=torch.int32, device=device)
     means_NGK = torch.empty(len(plan.groups), G, K, dtype=torch.float32, device=device)
-    groups = plan.groups.to(device, torch.int32)
+    groups = _table(plan.groups, device)
     is_sparse = torch.tensor([not doc.is_dense(block, topk) for doc in documents])
     firsts = plan.first[is_sparse]
     # Blocks are complete but for the last ones of documents.
@@ -405,14 +416,14 @@ def _select(
     members = torch.arange(int(blocks.sum())) + (firsts - (blocks.cumsum(0) - blocks)).repeat_interleave(blocks)
     widths = _widths(q_THK, q_THK)
     kernels.pool[(len(members), G)](
-        k_SGK, means_NGK, groups, members.to(device, torch.int32), *k_SGK.stride()[:2], G, block,
+        k_SGK, means_NGK, groups, _table(members, device), *k_SGK.stride()[:2], G, block,
         K=K, WIDTH=_power(K), STEP=max(16, min(_power(block), 8192 // _power(K))),
     )  # fmt: skip
     rows = torch.tensor([(doc.q, doc.queries, doc.offset, doc.k, doc.keys) for doc in sparse])
     size, step = (64, 64) if K <= 192 else (64, 32) if K <= 256 else (16, 16)
     tiles = _own_tiles(rows, H // G, size, device)
     kernels.gate[(len(tiles), G)](
-        q_THK, means_NGK, blocks_THJ, rows.to(device, torch.int32), firsts.to(device, torch.int32), tiles,
+        q_THK, means_NGK, blocks_THJ, _table(rows, device), _table(firsts, device), tiles,
         *q_THK.stride()[:2], G, block, R=H // G, J=places, J0=1 << (places - 1).bit_length(),
         K=K, K0=widths["K0"], K1=widths["K1"], ROWS=size, STEP=step,
     )  # fmt: skip

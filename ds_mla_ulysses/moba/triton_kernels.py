@@ -1,4 +1,5 @@
-"""Kernels of the implementation "triton". Every sum is in fp32 and in an order that the inputs alone decide.
+"""Kernels of the implementation "triton". Every sum is in fp32 and in an order that the inputs alone decide; products
+of fp32 inputs, and of means, are made of three TF32 products each, which is what tensor cores have.
 
 | kernel            | one program                                | reads                             | writes                   |
 |-------------------|--------------------------------------------|-----------------------------------|--------------------------|
@@ -438,8 +439,7 @@ def gate(
         s = tl.dot(q0, tl.trans(m0), input_precision="tf32x3")
         if K1 > 0:
             s = tl.dot(q1, tl.trans(m1), s, input_precision="tf32x3")
-        s = tl.where(s == 0.0, 0.0, s)  # -0.0 is no less
-        bits = s.to(tl.int32, bitcast=True)
+        bits = s.to(tl.int32, bitcast=True)  # never of -0.0: sums begin at 0.0
         ranks = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
         keys = ranks * 2**32 + (0x7FFFFFFF - n)[None, :].to(tl.int64)
         keys = tl.where(n[None, :] < own_X[:, None], keys, none)
