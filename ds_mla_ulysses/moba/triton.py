@@ -8,9 +8,9 @@
 
 Documents become *groups*, consecutive keys and the queries that see them causally: a block of a document with the
 queries in it, or a whole document where that is dense. The (query, head) pairs that picked a block are sorted by
-(key/value head, block), which is all that happens outside the kernels; nothing is read back from the device. A part of a
-result belongs to one pair and lies where the pair's number says; the row's own program sums them in order of place.
-So there are no atomics, and two runs give the same bits.
+(key/value head, block), which is all that happens outside the kernels; nothing is read back from the device. A part
+of a result belongs to one pair and lies where the pair's number says; the row's own program sums them in order of
+place. So there are no atomics, and two runs give the same bits.
 
 Where parts of all pairs would take more than `_PART_BYTES`, the work is done in *chunks*: the same problem with some
 of the key/value heads or queries. dk and dv are then added up in fp32, chunk after chunk.
@@ -353,12 +353,11 @@ class _Order:
         heads = chunk.heads.stop - chunk.heads.start
         buckets = heads * N
         assert buckets < _INT32, "groups of a chunk are counted in 32 bits"
-        of_token = plan.first.to(device).repeat_interleave(
-            plan.queries.to(device), output_size=int(plan.queries.sum())
-        )[chunk.tokens]
+        first, queries = _table(plan.first, device), _table(plan.queries, device)
+        first_T = first.repeat_interleave(queries, output_size=int(plan.queries.sum()))[chunk.tokens]
         blocks_TGRJ = blocks_THJ.unflatten(1, (heads, chunk.R))
         first_G = torch.arange(0, buckets, N, device=device, dtype=torch.int32)
-        bucket_TGRJ = blocks_TGRJ + (of_token.int()[:, None] + first_G)[:, :, None, None]
+        bucket_TGRJ = blocks_TGRJ + (first_T[:, None] + first_G)[:, :, None, None]
         bucket_TGRJ.masked_fill_(blocks_TGRJ < 0, buckets)
         sorted_P, pairs = bucket_TGRJ.flatten().sort(stable=True)
         starts = torch.searchsorted(sorted_P, torch.arange(buckets + 1, device=device, dtype=torch.int32))

@@ -66,7 +66,7 @@ def kernels():
 @pytest.fixture(autouse=True)
 def poison():
     """What is not written is NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=GPU)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -146,12 +146,12 @@ def test_widths(K, V, monkeypatch):
     check(monkeypatch, inputs(90, 2, 1, K, V, dtype=torch.float32), None, 16, 3)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_documents(seed, small_tiles, monkeypatch):
     """Any documents, empty and dense ones too, all queries or only the last of each, grouped heads."""
     generator = torch.Generator().manual_seed(seed)
-    cu = random_documents(generator, [1, 3, 4][seed % 3], 60)
-    block, topk, (H, G) = [7, 16, 20][seed % 3], 2 + seed % 2, [(2, 2), (4, 2), (3, 1)][seed // 2]
+    cu = random_documents(generator, [3, 4, 1, 3][seed], 60)
+    block, topk, (H, G) = [7, 16, 20][seed % 3], 2 + seed % 2, [(2, 2), (4, 2), (3, 1), (2, 1)][seed]
     settings, T = {"scale": [None, 0.05, 1.3][seed % 3]}, int(cu[-1])
     if seed % 2:
         lengths = (torch.rand(len(cu) - 1, generator=generator) * (cu.diff() + 1)).int()
@@ -217,6 +217,15 @@ def test_far_apart_tokens(block):
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.skipif(GPU, reason="a compiled kernel does not look again")
+def test_an_error_of_1e_5_is_seen(kernels, monkeypatch):
+    qkv = inputs(60, 2, 1, dtype=torch.float32)
+    check(monkeypatch, qkv, None, 16, 2)
+    monkeypatch.setattr(kernels, "_LOG2E", type(kernels._LOG2E)(kernels._LOG2E.value * 1.00001))
+    with pytest.raises(AssertionError, match="out: .*e-0[56] of .*e-0[67]"):
+        check(monkeypatch, qkv, None, 16, 2)
+
+
 # The same bits.
 
 
@@ -252,15 +261,14 @@ def select(q, k, documents, block, places):
     return host._select(host._kernels(), q.to(DEVICE), k.to(DEVICE), documents, plan, block, topk, places).cpu()
 
 
-@pytest.mark.parametrize("places", [1, 2, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype,places", [(torch.float32, 1), (torch.float16, 2), (torch.float32, 5)])
 def test_ties(dtype, places):
-    """Small integers: scores are exact, most of them tie, and zeros have either sign."""
+    """Small integers: scores are exact, and most of them tie."""
     torch.manual_seed(0)
-    q = torch.randint(-1, 2, (160, 4, 2)).to(dtype)
-    k = torch.randint(-1, 2, (160, 2, 2)).to(dtype)
-    got = select(q, k, [Document(0, 0, 60, 60), Document(60, 60, 100, 100)], 2, places)
-    for rows in (slice(0, 60), slice(60, 160)):
+    q = torch.randint(-1, 2, (150, 4, 2)).to(dtype)
+    k = torch.randint(-1, 2, (150, 2, 2)).to(dtype)
+    got = select(q, k, [Document(0, 0, 20, 20), Document(20, 20, 130, 130)], 2, places)
+    for rows in (slice(0, 20), slice(20, 150)):
         want = chosen_blocks(q[rows].float(), k[rows].float().repeat_interleave(2, 1), 0, 2, places + 1)
         assert torch.equal(got[rows], want.int())
 
@@ -272,9 +280,8 @@ def test_blocks_of_equal_means_tie():
     assert torch.equal(select(q, k, [Document(0, 0, 300, 300)], 3, 3), want.masked_fill(want >= own, -1).int())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *[torch.bfloat16] * GPU])
-@pytest.mark.parametrize("K", [16, 80])
-def test_picks_are_right_up_to_fp32_rounding(K, dtype):
+@pytest.mark.parametrize("dtype,K", [(torch.float32, 80), (torch.float16, 16), *[(torch.bfloat16, 64)] * GPU])
+def test_picks_are_right_up_to_fp32_rounding(dtype, K):
     q, k, _ = (x.detach() for x in inputs(400, 2, 1, K, dtype=dtype))
     q = q[-130:]
     blocks = select(q, k, [Document(0, 0, 130, 400)], 5, 4)
