@@ -37,7 +37,8 @@ setup(
     ],
     extras_require={
         "flash": ["flash-attn"],
+        "show": ["matplotlib"],
         "trainer": TRAINER,
-        "test": [*TRAINER, "pytest", "ruff"],
+        "test": [*TRAINER, "matplotlib", "pytest", "ruff"],
     },
 )

@@ -26,34 +26,52 @@ def documentation() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def small_config(vocab_size: int, longest: int, **tokens: int | None) -> Any:
-    """Of a DeepSeek-V3."""
-    from transformers import DeepseekV3Config
+SMALL = ("deepseek_v3", "llama")
 
-    return DeepseekV3Config(
+
+def small_config(vocab_size: int, longest: int, model_type: str = "deepseek_v3", **tokens: int | None) -> Any:
+    """Of a small model, one of SMALL."""
+    from transformers import AutoConfig
+
+    own = {
+        "deepseek_v3": {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": 96,
+            "kv_lora_rank": 48,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 64,
+        },
+        "llama": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    }[model_type]
+    return AutoConfig.for_model(
+        model_type,
         vocab_size=vocab_size,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        q_lora_rank=96,
-        kv_lora_rank=48,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        moe_intermediate_size=64,
         max_position_embeddings=max(4096, longest),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         initializer_range=0.1,  # about hidden_size ** -0.5
+        **own,
         **({"bos_token_id": None, "eos_token_id": None} | tokens),
     )
+
+
+def attention_width(config: Any) -> int:
+    """Elements per token and layer of Q, K, V, each with all its heads, and of the output."""
+    H = config.num_attention_heads
+    if hasattr(config, "kv_lora_rank"):
+        return 2 * H * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    return 2 * (H + config.num_key_value_heads) * config.head_dim
 
 
 def save_small_model(folder: Path, seed: int, longest: int) -> None:
@@ -76,6 +94,7 @@ def save_small_model(folder: Path, seed: int, longest: int) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_to_tokens, pad_token="<pad>", eos_token="<eos>")
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     torch.manual_seed(seed)
+    # Not from_config, which under ZeRO-3 waits for the other ranks.
     DeepseekV3ForCausalLM(small_config(len(tokenizer), longest, **special)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

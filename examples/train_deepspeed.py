@@ -19,6 +19,8 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,14 @@ from ds_mla_ulysses.integrations.deepspeed import load_config  # noqa: E402
 Batch = dict[str, torch.Tensor]
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.ArgumentParser:
+    """Without --model."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--local_rank", type=int, help="given by the deepspeed launcher")
-    add("--model", help="name or folder of a Hugging Face MLA model; default: a small new DeepSeek-V3 on bytes")
     add("--text", type=Path, help="a text file; default: the Python documentation in the standard library")
     add("--sp-size", type=int, help="processes that share each sequence; default: all")
+    add("--strategy", default="packed", help="what travels between processes (default packed)")
     add("--seq-len", type=int, default=512)
     add("--batch-size", type=int, default=2, help="sequences of a micro-batch, over all groups (default 2)")
     add("--accumulation", type=int, default=1, help="micro-batches of an optimizer step (default 1)")
@@ -66,6 +69,11 @@ def parse_args() -> argparse.Namespace:
         help="compare with one process (SGD, fp32, unclipped): exit code 1 if apart",
     )
     add("--json", type=Path, metavar="FILE", help="write losses and what --verify measured")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Defaults that depend on each other are filled in."""
     args = parser.parse_args()
     if args.verify and (args.resume or args.dtype == "bfloat16"):
         parser.error("--verify starts anew and in float32")
@@ -94,15 +102,32 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def build_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """The same weights in every process."""
-    from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
+def build_model(
+    args: argparse.Namespace, dtype: torch.dtype, device: torch.device, attn_implementation: str | None = None
+) -> torch.nn.Module:
+    """The same weights in every process: those of --model, or new ones for `args.small`."""
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(args.seed)
+    given = {"dtype": dtype, "attn_implementation": attn_implementation}
     if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).train()
-    config = common.small_config(256, args.seq_len)
-    return DeepseekV3ForCausalLM(config).to(device, dtype).train()
+        model = AutoModelForCausalLM.from_pretrained(args.model, **given)
+    else:
+        model = AutoModelForCausalLM.from_config(common.small_config(256, args.seq_len, args.small), **given)
+    return model.to(device).train()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained.
+
+    Attributes:
+        build: makes the model, with the same weights in every process.
+        before_step: is called with the model and the number of each optimizer step before it.
+    """
+
+    build: Callable[[argparse.Namespace, torch.dtype, torch.device], torch.nn.Module]
+    before_step: Callable[[torch.nn.Module, int], None] = lambda model, step: None
 
 
 class Text:
@@ -141,9 +166,15 @@ class Text:
         return batches
 
 
-def train(args: argparse.Namespace, model: torch.nn.Module, settings: dict[str, Any], text: Text) -> dict[str, Any]:
+def train(
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    settings: dict[str, Any],
+    text: Text,
+    before_step: Callable[[torch.nn.Module, int], None],
+) -> dict[str, Any]:
     """Trains over the processes of the job; returns losses and traffic."""
-    handle = dmu.parallelize(model, sp_size=args.sp_size)
+    handle = dmu.parallelize(model, sp_size=args.sp_size, strategy=args.strategy)
     if args.batch_size % handle.data_size:
         raise SystemExit(f"--batch-size {args.batch_size} must be a multiple of the {handle.data_size} groups.")
     engine, *_ = dmu.initialize(
@@ -169,6 +200,7 @@ def train(args: argparse.Namespace, model: torch.nn.Module, settings: dict[str, 
     with dmu.TrafficMeter() as meter:
         for step in bar:
             began, sent = time.perf_counter(), meter.total_bytes
+            before_step(model, step)
             batches = text.step(step, handle.data_rank, handle.data_size)
             shards = [dmu.shard_batch(batch, handle.group) for batch in batches]
             num_items = handle.num_items(shards)
@@ -199,12 +231,15 @@ def train(args: argparse.Namespace, model: torch.nn.Module, settings: dict[str, 
     }
 
 
-def train_one(args: argparse.Namespace, model: torch.nn.Module, text: Text) -> list[float]:
-    """The same steps by plain transformers and torch, in this process alone; neither DeepSpeed nor this package."""
+def train_one(
+    args: argparse.Namespace, model: torch.nn.Module, text: Text, before_step: Callable[[torch.nn.Module, int], None]
+) -> list[float]:
+    """The same steps by plain transformers and torch, in this process alone, without DeepSpeed."""
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     losses = []
     for step in tqdm(range(args.steps), unit="step", desc="one process"):
         losses.append(0.0)
+        before_step(model, step)
         for batch in text.step(step):
             loss = model(**batch, use_cache=False).loss / args.accumulation
             losses[-1] += loss.item()
@@ -214,16 +249,18 @@ def train_one(args: argparse.Namespace, model: torch.nn.Module, text: Text) -> l
     return losses
 
 
-def verify(args: argparse.Namespace, settings: dict[str, Any], text: Text, dtype: torch.dtype) -> dict[str, Any]:
+def verify(
+    args: argparse.Namespace, settings: dict[str, Any], text: Text, dtype: torch.dtype, recipe: Recipe
+) -> dict[str, Any]:
     """Trains over all processes and in one, compares on rank 0, prints the comparison there."""
-    model = build_model(args, dtype, text.device)
-    result = train(args, model, settings, text)
+    model = recipe.build(args, dtype, text.device)
+    result = train(args, model, settings, text, recipe.before_step)
     is_first = dist.get_rank() == 0
     start = trained = None
     if is_first:
-        plain = build_model(args, dtype, text.device)
+        plain = recipe.build(args, dtype, text.device)
         start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
-        result["losses_of_one"] = train_one(args, plain, text)
+        result["losses_of_one"] = train_one(args, plain, text, recipe.before_step)
         trained = dict(plain.named_parameters())
     to_norm, to_change = common.largest_differences(model, start, trained)
     verdict = [True]
@@ -242,8 +279,7 @@ def report(
 
     ranks, layers, size = result["ranks"], config.num_hidden_layers, torch.finfo(dtype).bits // 8
     sent = sum(result["bytes_per_token"][name] for name in ("forward", "backward")) / layers
-    heads, K, V = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    three = 2 * size * heads * (2 * K + 2 * V) * (ranks - 1) / ranks  # forward and backward; Q, K, V and the output
+    three = 2 * size * common.attention_width(config) * (ranks - 1) / ranks  # forward and backward
     print(f"\nsent per token and layer, forward and backward: {sent:,.0f} bytes (measured)")
     if three:
         print(
@@ -254,8 +290,8 @@ def report(
     return common.report_verdict(worst)
 
 
-def main() -> int:
-    args = parse_args()
+def run(args: argparse.Namespace, recipe: Recipe) -> int:
+    """Trains, or verifies; the exit code."""
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(args.local_rank or 0)))  # DeepSpeed wants it set
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -268,9 +304,9 @@ def main() -> int:
     dtype = torch.bfloat16 if settings.get("bf16", {}).get("enabled") else torch.float32
     text = Text(args, device)
     if args.verify:
-        result = verify(args, settings, text, dtype)
+        result = verify(args, settings, text, dtype, recipe)
     else:
-        result = train(args, build_model(args, dtype, device), settings, text)
+        result = train(args, recipe.build(args, dtype, device), settings, text, recipe.before_step)
     if dist.get_rank() == 0:
         if args.json:
             args.json.write_text(json.dumps(result))
@@ -279,6 +315,16 @@ def main() -> int:
     dist.barrier()
     dist.destroy_process_group()
     return 0 if result.get("equal", True) else 1
+
+
+def main() -> int:
+    parser = options(__doc__)
+    parser.add_argument(
+        "--model", help="name or folder of a Hugging Face model; default: a small new DeepSeek-V3 on bytes"
+    )
+    args = parse(parser)
+    args.small = "deepseek_v3"
+    return run(args, Recipe(build_model))
 
 
 if __name__ == "__main__":

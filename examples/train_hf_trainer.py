@@ -3,6 +3,7 @@
     deepspeed --num_gpus 2 examples/train_hf_trainer.py                 # GPUs, or processes on a CPU
     deepspeed --num_gpus 2 examples/train_hf_trainer.py --verify        # against a plain Trainer in one process
     deepspeed --num_gpus 4 examples/train_hf_trainer.py --sp-size 2 --zero-stage 3
+    deepspeed --num_gpus 2 examples/train_hf_trainer.py --attn moba --full-after 0.9
     accelerate launch --config_file configs/accelerate_zero3_sp.yaml examples/train_hf_trainer.py
     python examples/train_hf_trainer.py                                 # a plain Trainer: one process, no DeepSpeed
 
@@ -31,6 +32,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     common.add_parallel_options(parser)
+    add(
+        "--attn",
+        default="sdpa",
+        help="attention implementation (default sdpa); moba: of blocks, see --block and --topk",
+    )
+    add("--block", type=int, default=32, help="with --attn moba: tokens of a block (default 32)")
+    add("--topk", type=int, default=3, help="with --attn moba: blocks of a query, its own counted (default 3)")
+    add("--full-after", type=float, default=1.0, help="with --attn moba: full attention from this fraction of steps on")
     add("--model", help="name or folder of a Hugging Face model; default: a small new DeepSeek-V3")
     add("--seq-len", type=int, default=257, help="tokens of the longest sample; others have down to half as many")
     add("--batch-size", type=int, default=2, help="sequences of a micro-batch (default 2)")
@@ -71,6 +80,12 @@ def main() -> int:
         import ds_mla_ulysses
 
         ds_mla_ulysses.install(sp_in_eval=args.sp_in_eval)
+    callbacks = []
+    if args.attn == "moba":  # in one process too
+        import ds_mla_ulysses
+
+        ds_mla_ulysses.register_moba(ds_mla_ulysses.MoBAConfig(args.block, args.topk))
+        callbacks.append(ds_mla_ulysses.FullAttentionCallback(args.full_after))
     from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,
@@ -107,7 +122,9 @@ def main() -> int:
             if training.process_index == 0:
                 common.save_small_model(args.output / "new", args.seed, args.seq_len)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=getattr(torch, args.dtype), attn_implementation=args.attn
+    )
 
     batch = args.batch_size * (args.order[0] if args.order else training.world_size)
     train = samples(tokenizer, args.steps * args.accumulation * batch, args.seq_len, args.seed)
@@ -119,13 +136,14 @@ def main() -> int:
         train_dataset=train,
         eval_dataset=samples(tokenizer, 2 * batch, args.seq_len, args.seed + 1),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        callbacks=callbacks,
     )
     start = {name: p.detach().clone() for name, p in model.named_parameters()} if args.one_process else {}
     trainer.train()
     result = {key: [log[key] for log in trainer.state.log_history if key in log] for key in ("loss", "grad_norm")}
     result["eval_loss"] = [trainer.evaluate()["eval_loss"]]
     if args.one_process:
-        assert "ds_mla_ulysses" not in sys.modules and not trainer.is_deepspeed_enabled
+        assert ("ds_mla_ulysses" in sys.modules) == (args.attn == "moba") and not trainer.is_deepspeed_enabled
         torch.save({"curves": result, "start": start, "trained": dict(model.named_parameters())}, args.one_process)
     elif args.verify:
         result = verify(args, trainer, result)
@@ -162,6 +180,10 @@ def verify(args: argparse.Namespace, trainer: Any, ours: dict[str, list[float]])
             "--one-process": args.output / "one_process.pt",
             "--output": args.output / "one_process",
             "--model": args.model,
+            "--attn": args.attn,
+            "--block": args.block,
+            "--topk": args.topk,
+            "--full-after": args.full_after,
             "--seq-len": args.seq_len,
             "--batch-size": args.batch_size,
             "--accumulation": args.accumulation,

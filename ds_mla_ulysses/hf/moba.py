@@ -74,7 +74,7 @@ def set_moba(model: nn.Module, enabled: bool) -> None:
     Raises:
         ValueError: the model has no MoBA layers.
     """
-    layers = [layer for layer in attention_layers(model) if _function_of(layer) is not None]
+    layers = [layer for layer in attention_layers(model) if _runs_moba(layer)]
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no MoBA layers: call register_moba, and load it with attn_implementation='moba'."
@@ -261,6 +261,13 @@ class MoBAKernel:
         return out, None
 
 
+def implementations_of(config: Any) -> tuple[str, ...]:
+    """The attention implementations of a model, by its config: of MoBA models that of full layers too."""
+    function = _registered(config._attn_implementation)
+    dense = () if function is None else (function.config_of(config).dense,)
+    return config._attn_implementation, *dense
+
+
 def kernel_of(layer: nn.Module, config: Any) -> LocalKernel | MoBAKernel:
     """The kernel of the implementation that a config names."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -271,13 +278,15 @@ def kernel_of(layer: nn.Module, config: Any) -> LocalKernel | MoBAKernel:
     return kind(layer, config, function)
 
 
-def _function_of(layer: nn.Module) -> MoBAFunction | None:
+def _runs_moba(layer: nn.Module) -> bool:
+    kernel = getattr(vars(layer).get("_ulysses"), "kernel", None)  # of a parallelized model
+    return isinstance(kernel, MoBAKernel) or _registered(layer.config._attn_implementation) is not None
+
+
+def _registered(name: str) -> MoBAFunction | None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    kernel = getattr(vars(layer).get("_ulysses"), "kernel", None)  # of a parallelized model
-    if isinstance(kernel, MoBAKernel):
-        return kernel.function
-    function = ALL_ATTENTION_FUNCTIONS.get(layer.config._attn_implementation)
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
     return function if isinstance(function, MoBAFunction) else None
 
 

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from ..comm.group import SequenceGroup
 from ..hf.handle import Handle
+from ..hf.moba import implementations_of
 from ..hf.patch import STRATEGIES, handle_of, parallelize
 from ..layout.batch import SHARDED, exchange_batches
 from ..layout.loss import count_items, sequence_loss, sum_of_losses
@@ -181,8 +182,8 @@ class _Installation:
         if before in self._handles:  # of an earlier Trainer
             self._handles.remove(before)
             before.restore()
-        implementation = model.config.get_text_config()._attn_implementation
-        if core_attn_implementation not in (None, implementation):
+        implementation, *others = implementations_of(model.config.get_text_config())
+        if core_attn_implementation not in (None, implementation, *others):
             raise ValueError(
                 f"sp_attn_implementation={core_attn_implementation!r}, but the model was loaded with "
                 f"attn_implementation={implementation!r}: leave sp_attn_implementation out (accelerate launch says 'sdpa' by "

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import operators
+from . import flash, operators
 from .config import check_blocks, check_implementation
 from .grid import read_documents, seen_by_queries
 from .kernels import has_flash
@@ -31,8 +31,8 @@ def choose_implementation(
 ) -> str:
     """The implementation that runs: `name` itself, or what "auto" stands for on the device.
 
-    "auto" is "flash" in bf16 and fp16 on CUDA devices, and "torch" everywhere else: on a CPU that is dense calls
-    of torch's flash operator, elsewhere plain matmuls.
+    "auto" is "flash" in bf16 and fp16 where torch has flash attention for the device, a GPU, and "torch" everywhere
+    else: on a CPU that is dense calls of torch's flash operator, on other devices plain matmuls.
 
     Raises:
         ValueError: an unknown name.
@@ -40,7 +40,8 @@ def choose_implementation(
     check_implementation(name)
     if name != "auto":
         return name
-    return "flash" if torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "torch"
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    return "flash" if narrow and flash.is_available(torch.device(device)) else "torch"
 
 
 def moba_attn_varlen(
@@ -58,7 +59,8 @@ def moba_attn_varlen(
 ) -> Tensor:
     """MoBA over documents that lie one after the other. The positional arguments are those of Moonshot's function.
 
-    "torch" gives the same bits whenever it is called with the same values.
+    "torch" and "triton" give the same bits whenever they are called with the same values; "flash" does so in backward
+    under `torch.use_deterministic_algorithms(True)`.
 
     Args:
         q: [T, H, K], fp64, fp32, bf16 or fp16.
@@ -93,7 +95,6 @@ def moba_attn_varlen(
     if implementation == "reference":
         documents = read_documents(cu_q, cu_k, q.shape[0], k.shape[0], longest)
         return reference_attention(q, k, v, documents, moba_chunk_size, moba_topk, scale)
-    operators.check(implementation, q, k, v)
     if cu_seqlens is None and q.shape[0] == k.shape[0] <= moba_chunk_size * moba_topk and not has_flash(q.device):
         return _dense(q[None], k[None], v[None], scale)[0]
     # No document that needs the gate: no places for what it would pick.

@@ -18,8 +18,9 @@ The host waits for the device once in forward and once in backward: for the size
 is sparse. (The gate waits too: see `routing`.)
 
 Letters: T queries · S keys · H query heads · G key/value heads · R = H/G · K query/key width · V value width ·
-W the width that the operator sees · J = topk - 1 places for past blocks · D documents · N segments of a call, or complete blocks of all sparse documents ·
-X rows of one key/value head, (query, head of its group) · P pairs of such a row and a block that it picked, by block.
+W the width that the operator sees · J = topk - 1 places for past blocks · D documents · N segments of a call, or
+complete blocks of all sparse documents · X rows of one key/value head, (query, head of its group) · P pairs of such a
+row and a block that it picked, by block.
 """
 
 from __future__ import annotations

@@ -72,11 +72,13 @@ def _forward(
     scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    module = _module(implementation)
+    module.check(q, k, v)
     documents = read_documents(cu_q, cu_k, q.shape[0], k.shape[0], max_seqlen)
     q, k, v = map(_dense_rows, (q, k, v))
     # Autocast would round what is kept wide on purpose.
     with torch.autocast(q.device.type, enabled=False):
-        out, lse, blocks = _module(implementation).forward(q, k, v, documents, block, topk, places, scale)
+        out, lse, blocks = module.forward(q, k, v, documents, block, topk, places, scale)
         return out.to(q.dtype), lse, blocks
 
 
@@ -117,11 +119,6 @@ def _backward(
 @_backward.register_fake
 def _(grad, q, k, v, out, lse, blocks, cu_q, cu_k, block, topk, scale, implementation):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def check(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ValueError where the implementation cannot run with such tensors."""
-    _module(implementation).check(q, k, v)
 
 
 def _module(implementation: str) -> ModuleType:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_mla_ulysses.moba import MoBAConfig, choose_implementation, moba_attention, moba_attn_varlen, moba_select
+from ds_mla_ulysses.moba import MoBAConfig, choose_implementation, flash, moba_attention, moba_attn_varlen, moba_select
 from ds_mla_ulysses.moba.config import IMPLEMENTATIONS
 
 
@@ -66,10 +66,12 @@ def test_bad_config(change, message):
         MoBAConfig(**change)
 
 
-def test_implementations():
+def test_implementations(monkeypatch):
     assert choose_implementation() == choose_implementation("auto", "cuda") == "torch"
-    assert choose_implementation("auto", "cuda", torch.bfloat16) == "flash"
     assert choose_implementation("auto", "cpu", torch.bfloat16) == "torch"
+    monkeypatch.setattr(flash, "is_available", lambda device: device.type == "cuda")
+    assert choose_implementation("auto", "cuda", torch.bfloat16) == "flash"
+    assert choose_implementation("auto", "cuda") == choose_implementation("auto", "cpu", torch.bfloat16) == "torch"
     assert [choose_implementation(name) for name in IMPLEMENTATIONS] == list(IMPLEMENTATIONS)
     x = torch.randn(9, 2, 4)
     auto, chosen = (moba_attn_varlen(x, x, x, None, None, 4, 2, implementation=name) for name in ("auto", "torch"))

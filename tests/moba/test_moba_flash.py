@@ -357,11 +357,6 @@ def test_compiles_to_one_graph(operator):
 # What is refused.
 
 
-def test_auto():
-    assert choose_implementation("auto", "cuda", torch.bfloat16) == "flash"
-    assert choose_implementation("auto", "cuda", torch.float32) == "torch"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wide_dtypes_are_refused(dtype, monkeypatch):
     monkeypatch.setattr(flash, "is_available", lambda device: True)

@@ -28,8 +28,9 @@ def test_trainer_equals_a_plain_one(tmp_path):
 
 
 def test_accelerate_launch_with_our_config(tmp_path):
-    """What the config file says is not in the script: ZeRO-3, and two processes to a sequence."""
+    """What the config file says is not in the script: ZeRO-3, and two processes to a sequence. MoBA, half of the time."""
     options = ("--sp-in-eval", "--output", tmp_path, "--json", tmp_path / "result.json")
+    options += ("--attn", "moba", "--block", 8, "--full-after", 0.5)
     result = launch("accelerate", HF_TRAINER, *SMALL, *options)
     equals_one_process(result, tmp_path / "result.json")
 

@@ -12,7 +12,6 @@ from trainer_runs import Run, build, equals_one_process, fresh_state, over_ranks
 import ds_mla_ulysses as dmu
 
 
-
 def registered(model):
     """Blocks of 4, in samples of 12 to 39 tokens."""
     dmu.register_moba(dmu.MoBAConfig(4, 3, full_attention_layers=(1,)), "moba_trainer")
