@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from moba_cases import inputs, random_documents, run
 
-from ds_mla_ulysses.moba import api, choose_implementation, flash, moba_attention, moba_attn_varlen, moba_select
+from ds_mla_ulysses.moba import api, flash, moba_attention, moba_attn_varlen, moba_select
 from ds_mla_ulysses.moba.grid import Document
 from ds_mla_ulysses.moba.reference import reference_attention
 
