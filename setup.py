@@ -20,7 +20,7 @@ TRAINER = [
 setup(
     name="ds-mla-ulysses",
     version=VERSION,
-    description="DeepSpeed Ulysses sequence parallelism for Multi-head Latent Attention models",
+    description="DeepSpeed Ulysses sequence parallelism for MLA, grouped-query and MoBA models",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,4 +1,4 @@
-"""DeepSpeed Ulysses for MLA models: train DeepSeek-V3 and its relatives on sequences that ranks share.
+"""DeepSpeed Ulysses for MLA, grouped-query and MoBA models: train them on sequences that ranks share.
 
 ```python
 import ds_mla_ulysses as dmu
