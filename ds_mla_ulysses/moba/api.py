@@ -95,7 +95,8 @@ def moba_attn_varlen(
     if implementation == "reference":
         documents = read_documents(cu_q, cu_k, q.shape[0], k.shape[0], longest)
         return reference_attention(q, k, v, documents, moba_chunk_size, moba_topk, scale)
-    if cu_seqlens is None and q.shape[0] == k.shape[0] <= moba_chunk_size * moba_topk and not has_flash(q.device):
+    is_dense = cu_seqlens is None and q.shape[0] == k.shape[0] <= moba_chunk_size * moba_topk
+    if implementation == "torch" and is_dense and not has_flash(q.device):
         return _dense(q[None], k[None], v[None], scale)[0]
     # No document that needs the gate: no places for what it would pick.
     places = 0 if moba_topk * moba_chunk_size >= min(longest, k.shape[0]) else moba_topk - 1
@@ -172,7 +173,8 @@ def moba_select(
 ) -> Tensor:
     """The past blocks that each query takes beside its own: int32 [T, H, J], rising, then -1 where fewer.
 
-    Blocks are counted from the document's first. Arguments and errors as those of `moba_attn_varlen`.
+    Blocks are counted from the document's first. Arguments and errors as those of `moba_attn_varlen`. Where scores are
+    equal but for rounding, "triton", which multiplies in another order, may choose otherwise.
     """
     check_blocks(moba_chunk_size, moba_topk)
     _check_tensors(q, k, k)

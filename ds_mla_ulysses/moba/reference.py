@@ -30,7 +30,7 @@ def reference_attention(
 
     Args:
         blocks_THJ: int, which past blocks each query takes (-1: none), instead of the gate's choice. Lets
-            results be compared where a rounded gate chooses differently.
+            results be compared where a rounded gate chooses differently. Dense documents need all of theirs too.
     """
     wide = torch.promote_types(q_THK.dtype, torch.float32)
     R = q_THK.shape[1] // k_SGK.shape[1]
