@@ -195,11 +195,20 @@ def _refuse_layer(name: str, layer: nn.Module) -> None:
     kind = type(layer).__name__
     if getattr(layer, "is_causal", True) is False or "Cross" in kind:
         raise UnsupportedModelError(f"{name}: {kind} is not causal self-attention: {_ALONE}.")
-    types, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
-    slides = types is not None and index is not None and types[index] == "sliding_attention"
-    if slides and "sliding_window" not in _names(layer):
+    refuse_lost_window(f"{name}: {kind}", layer)
+
+
+def refuse_lost_window(name: str, layer: nn.Module) -> None:
+    """Refuses a layer whose window its mask alone knows."""
+    config = layer.config
+    if getattr(config, "sliding_window", None) is None:
+        return
+    types, index = getattr(config, "layer_types", None), getattr(layer, "layer_idx", None)
+    slides = types is None or index is None or types[index] == "sliding_attention"
+    if slides and not is_mla(layer) and "sliding_window" not in _names(layer):
         raise UnsupportedModelError(
-            f"{name}: {kind} does not hand its sliding window to the attention function, so it would be lost: {_ALONE}."
+            f"{name} does not hand its sliding window to the attention function, so it would be lost: set "
+            f"config.sliding_window = None if no sequence is longer, or {_ALONE} and without MoBA."
         )
 
 

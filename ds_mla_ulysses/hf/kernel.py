@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..layout.documents import Documents
 
 #: Arguments of attention functions that change the result and that this exchange does not carry.
-_REFUSED = ("position_bias", "head_mask")
+_REFUSED = ("position_bias", "head_mask", "indices", "block_indices")
 #: Queries that share one mask where a window has to be masked: the mask is this by window + this.
 _WINDOW_BLOCK = 256
 
@@ -67,6 +67,11 @@ class LocalKernel:
         for name in _REFUSED:
             if kwargs.get(name) is not None:
                 raise ValueError(f"{name} is not supported under sequence parallelism: load the model without it.")
+        if kwargs.get("s_aux") is not None and self.config._attn_implementation == "sdpa":
+            raise ValueError(
+                "attention sinks (s_aux) would be lost in sdpa: load the model with attn_implementation='eager', or name "
+                "'eager' in MoBAConfig.dense."
+            )
         passed_on = {name: kwargs[name] for name in ("softcap", "s_aux") if kwargs.get(name) is not None}
         return {"documents": documents, "scaling": scaling, "window": sliding_window, **passed_on}
 
@@ -174,6 +179,14 @@ def without_padding(out_BTMV: Tensor, documents: Documents, first: int = 0) -> T
         return out_BTMV
     padding_BT = documents.padding_BS[:, first : first + out_BTMV.shape[1]]
     return out_BTMV.masked_fill(padding_BT.unflatten(1, (-1, 1, 1)), 0)
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Rope in fp32 has widened some of them; under autocast kernels take them narrow."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 class _StandIn:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from ..comm.group import SequenceGroup
 from ..layout.documents import Documents, gather_documents
 from ..moba import MoBAConfig, moba_attention
-from .families import attention_layers
-from .kernel import LocalKernel, without_padding
+from .families import attention_layers, refuse_lost_window
+from .kernel import LocalKernel, as_autocast, without_padding
 
 #: Where a model's config keeps what changes its answer; the rest is the machine's affair.
 CONFIG_KEY = "moba"
@@ -104,12 +105,14 @@ class MoBAFunction:
         if stored is None:
             setattr(model_config, CONFIG_KEY, {key: getattr(self.config, key) for key in _STORED})
             return self.config
+        if not isinstance(stored, dict) or not set(stored) <= set(_STORED):
+            raise ValueError(f"model.config.{CONFIG_KEY} must be a dict with {', '.join(_STORED)}, got {stored!r}.")
         own = replace(self.config or MoBAConfig(), **stored)
         if self.config not in (None, own):
             raise ValueError(
                 f"the model's config has {CONFIG_KEY}={stored}, but {self.name!r} is registered with {self.config}: "
-                f"call register_moba() without a config to take the model's, or set model.config.{CONFIG_KEY} = None to "
-                "take the registered one from here on."
+                f"register a name without a config, register_moba(name={self.name + '_own'!r}), and load the model with it to "
+                f"take the model's, or set model.config.{CONFIG_KEY} = None to take the registered one from here on."
             )
         return own
 
@@ -123,18 +126,22 @@ class MoBAFunction:
 
     def mask(
         self,
-        *,
+        batch_size: int,
         q_length: int,
         kv_length: int,
         q_offset: int | Tensor = 0,
         kv_offset: int = 0,
+        mask_function: Callable[..., Tensor] | None = None,
         attention_mask: Tensor | None = None,
         use_vmap: bool = False,
         config: Any = None,
+        device: Any = None,
         **kwargs: Any,
     ) -> Tensor | None:
-        """What goes to the layers: the two-dimensional mask if it pads, None otherwise. Nothing is quadratic."""
-        from transformers.masking_utils import flash_attention_mask
+        """What goes to the layers, never quadratic: None, a mask [B, S], or where it tells more than padding the number
+        of each token's document, int64 [B, S] from 1 on, 0 on padding.
+        """
+        from transformers.masking_utils import causal_mask_function, flash_attention_mask
 
         if use_vmap:
             raise ValueError(
@@ -147,9 +154,17 @@ class MoBAFunction:
             )
         if config is not None:
             self.config_of(config)
-        return flash_attention_mask(
-            q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **{"batch_size": 0} | kwargs
-        )
+        mask_BS = flash_attention_mask(batch_size, q_length, kv_length, attention_mask=attention_mask)
+        if mask_function in (None, causal_mask_function) or q_length != kv_length or q_length == 1:
+            return mask_BS
+        # Some models tell documents, or chunks, to their masks only. One begins where a token does not see the one before.
+        row_B1, token_S = torch.arange(batch_size, device=device).unsqueeze(1), torch.arange(1, q_length, device=device)
+        head = torch.zeros((), dtype=torch.long, device=device)
+        begins_BS = ~mask_function(row_B1, head, token_S, token_S - 1).expand(batch_size, -1)
+        if not begins_BS.any():
+            return mask_BS
+        ids_BS = torch.nn.functional.pad(begins_BS.cumsum(1), (1, 0)) + 1
+        return ids_BS if mask_BS is None else ids_BS * mask_BS
 
 
 class MoBAKernel:
@@ -184,23 +199,22 @@ class MoBAKernel:
             raise ValueError(
                 f"MoBA has no attention dropout ({kwargs['dropout']}): set config.attention_dropout = 0.0."
             )
-        settings = self.dense.settings(documents, **kwargs)
         if self.is_full:
-            return settings
-        window = settings["window"]
+            return self.dense.settings(documents, **kwargs)
+        softcap, window = kwargs.get("softcap"), kwargs.get("sliding_window")
         found = {
-            "attention sinks (s_aux)": settings.get("s_aux") is not None,
-            f"a soft cap (softcap={settings.get('softcap')})": settings.get("softcap") is not None,
+            "attention sinks (s_aux)": kwargs.get("s_aux") is not None,
+            f"a soft cap (softcap={softcap})": softcap is not None,
             f"a sliding window of {window} tokens": window is not None and window < documents.length,
         }
         for what, is_there in found.items():
             if is_there:
                 layer = _layer_index(self.module)
                 raise ValueError(
-                    f"layer {layer} has {what}, which MoBA does not: name {layer} in full_attention_layers, or load the "
-                    "model with another attn_implementation."
+                    f"layer {layer} has {what}, which MoBA does not: name {layer} in full_attention_layers and an "
+                    "implementation that has it in dense, or load the model with another attn_implementation."
                 )
-        return settings
+        return self.dense.settings(documents, **kwargs)
 
     @torch.compiler.disable
     def __call__(
@@ -223,11 +237,16 @@ class MoBAKernel:
             blocks = S, 1  # one block holds each document
             if settings or (window is not None and window < S):
                 raise ValueError(
-                    "layers with a sliding window, a soft cap or sinks do not go with a cache here: call "
-                    "generate(use_cache=False), or load the model with another attn_implementation."
+                    "full attention with a sliding window, a soft cap or sinks wants all queries of a row here: call "
+                    "generate(use_cache=False); for training choose strategy='packed', with no more ranks than heads."
                 )
         else:
             blocks = self.blocks
+            if T < S and window is not None and window <= S:  # a cache of a window's tokens, whose blocks would shift
+                raise ValueError(
+                    f"MoBA over a cache that slides with a window of {window} tokens would count its blocks from another "
+                    "token each time: call generate(use_cache=False), or load the model with another attn_implementation."
+                )
         out = moba_attention(
             q,
             k,
@@ -249,16 +268,33 @@ class MoBAKernel:
                 f"{type(self.module).__name__} is not causal, MoBA is: give attn_implementation a dict that names MoBA "
                 f"for the text model only, such as {{'text_config': {self.function.name!r}}}."
             )
-        (B, _, T, _), S = q.shape, k.shape[2]
-        positions, boundaries = kwargs.pop("position_ids", None), kwargs.pop("cu_seq_lens_k", None)
-        if boundaries is not None:
-            documents = _documents_of(boundaries, B, S)
-        else:
-            positions = positions if T == S else None  # with a cache, those of the queries only
-            documents, _ = gather_documents(positions, attention_mask, (B, S), q.device, SequenceGroup.of(None))
+        refuse_lost_window(type(self.module).__name__, self.module)
+        T, S = q.shape[2], k.shape[2]
+        documents = _documents(
+            q, S, attention_mask, kwargs.pop("position_ids", None), kwargs.pop("cu_seq_lens_k", None)
+        )
         settings = self.settings(documents, **kwargs)
-        out = self(*(x.transpose(1, 2) for x in (q, k, v)), first_query=S - T, **settings)
+        out = self(*(x.transpose(1, 2) for x in as_autocast(q, k, v)), first_query=S - T, **settings)
         return out, None
+
+
+def _documents(
+    q_BHTK: Tensor, S: int, mask_BS: Tensor | None, position_ids: Tensor | None, boundaries: Tensor | None
+) -> Documents:
+    """Of a call in one process, from whatever tells them: cu_seqlens over all tokens, or positions and mask."""
+    B, _, T, _ = q_BHTK.shape
+    if boundaries is not None:
+        starts = torch.zeros(B * S + 1, dtype=torch.bool, device=boundaries.device)
+        starts[boundaries.long()] = True
+        starts[: B * S : S] = True
+        return Documents(starts[:-1].view(B, S))
+    positions = position_ids if T == S else None  # with a cache, those of the queries only
+    documents, _ = gather_documents(positions, mask_BS, (B, S), q_BHTK.device, SequenceGroup.of(None))
+    if mask_BS is None or mask_BS.dtype == torch.bool:
+        return documents
+    starts_BS = documents.starts_BS.clone()
+    starts_BS[:, 1:] |= mask_BS[:, 1:] != mask_BS[:, :-1]
+    return Documents(starts_BS, documents.padding_BS)
 
 
 def implementations_of(config: Any) -> tuple[str, ...]:
@@ -297,11 +333,3 @@ def _layer_index(module: nn.Module) -> int:
             f"{type(module).__name__} has no layer_idx, by which MoBA's layers are told: it cannot run MoBA."
         )
     return index
-
-
-def _documents_of(boundaries: Tensor, B: int, S: int) -> Documents:
-    """Of cu_seqlens over the B*S tokens."""
-    starts = torch.zeros(B * S + 1, dtype=torch.bool, device=boundaries.device)
-    starts[boundaries.long()] = True
-    starts[: B * S : S] = True
-    return Documents(starts[:-1].view(B, S))

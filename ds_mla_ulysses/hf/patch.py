@@ -40,7 +40,7 @@ from ..layout.documents import Documents, gather_documents
 from ..layout.heads import HeadPartition
 from .families import TESTED, AttentionModel, MLAWidths, find_attention, is_mla, is_patched
 from .handle import Handle
-from .kernel import LocalKernel
+from .kernel import LocalKernel, as_autocast
 from .moba import MoBAKernel, kernel_of
 
 #: Our entry in transformers' attention functions. Without "flash" in it: transformers looks for that.
@@ -95,7 +95,7 @@ def parallelize(
         group: the process group to use instead; the groups of all ranks must divide the world evenly.
         strategy: "packed": what the heads need travels in one all-to-all; the shared key of MLA is gathered.
             "gather_kv", for models that run MoBA over ordinary heads: the keys and values of all heads are gathered,
-            queries stay; layers with full attention are packed as ever.
+            queries stay; layers with full attention are packed as ever, if there are as many heads as ranks.
         by_batch: only forwards that are given `ulysses_sharded=True`, as the batches of
             `ShardedDataLoader` have it, are sequence-parallel, and all others those of the plain model. By
             default all are, but for those inside `handle.paused()`.
@@ -131,9 +131,7 @@ def parallelize(
             "strategy='gather_kv' is for models that run MoBA (attn_implementation='moba') over ordinary heads: choose "
             "'packed'."
         )
-    for layer, kernel in zip(found.layers, kernels, strict=True):
-        if strategy == "gather_kv" and not kernel.is_full:
-            continue  # heads are not shared
+    for layer in found.layers if strategy == "packed" else ():
         heads = MLAWidths.of(layer).heads if is_mla(layer) else getattr(layer.config, "num_attention_heads", None)
         if heads is not None:
             HeadPartition(heads, sequence_group.size)
@@ -174,9 +172,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
             key, value = layer.expand_kv(key, value)
         return layer.kernel.plain(query, key, value, attention_mask, **kwargs)
     settings = layer.kernel.settings(documents, **kwargs)
-    device = query.device.type
-    if torch.is_autocast_enabled(device):  # rope in fp32 has widened some of them; kernels take them narrow
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    query, key, value = as_autocast(query, key, value)
     query_BTHK = query.transpose(1, 2)
     if layer.expand_kv is None:
         if settings.get("s_aux") is not None:
@@ -193,8 +189,12 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
 
 def _layer(module: nn.Module, kernel: LocalKernel | MoBAKernel, group: SequenceGroup, strategy: str) -> _Layer:
     if not is_mla(module):
-        gathering = GatherKVAttention(kernel, group) if strategy == "gather_kv" else None
-        return _Layer(UlyssesAttention(kernel, group), kernel, gathering=gathering)
+        packed, gathering = UlyssesAttention(kernel, group), GatherKVAttention(kernel, group)
+        if strategy == "packed":
+            return _Layer(packed, kernel)
+        heads = getattr(module.config, "num_attention_heads", group.size)
+        # Full attention over gathered keys is exact too, but the last rank has the most to do.
+        return _Layer(packed if heads >= group.size else gathering, kernel, gathering=gathering)
     widths = MLAWidths.of(module)
     attention = UlyssesMLAAttention(kernel, group, nope_dim=widths.nope, rope_dim=widths.rope, value_dim=widths.value)
     return _Layer(attention, kernel, module.expand_kv)
@@ -224,6 +224,7 @@ class _Patch(_NotCopied):
         self.text_model = found.text_model
         self.own_config = found.text_model.config
         self.implementation = self.own_config._attn_implementation
+        self.moba_layers = [kernel for kernel in kernels if isinstance(kernel, MoBAKernel)]
         self.signature = inspect.signature(found.text_model.forward)
         self.model_signature = inspect.signature(model.forward)
         self._undo: list[Callable[[], None]] = []
@@ -336,7 +337,10 @@ class _Patch(_NotCopied):
             inputs.device,
             self.group,
             problem,
-            torch.is_grad_enabled() and inputs.requires_grad,
+            {
+                "inputs require gradients": torch.is_grad_enabled() and inputs.requires_grad,
+                "set_moba was called": tuple(layer.is_full for layer in self.moba_layers),
+            },
         )
         if self.by_batch and trains:
             vars(text_model)["_ulysses_handle"].owes_loss = True

@@ -8,7 +8,9 @@ Letters: B batch · T this rank's tokens · S all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +125,7 @@ def gather_documents(
     device: torch.device,
     group: SequenceGroup,
     problem: str | None = None,
-    requires_grad: bool = False,
+    alike: Mapping[str, Any] | None = None,
 ) -> tuple[Documents, Tensor]:
     """Documents of the whole sequence and this rank's positions, from what each rank has of its own tokens.
 
@@ -132,7 +134,7 @@ def gather_documents(
         attention_mask: [B, T], 0 on padding; None: no padding. Four-dimensional masks are refused.
         shape: (B, T) of the inputs.
         problem: what else is wrong with this rank's inputs.
-        requires_grad: whether the inputs do; backward's exchanges need it to be the same on all ranks.
+        alike: by what they say, small values that have to be the same on all ranks.
 
     Returns:
         documents of [B, S]; positions int64 [B, T].
@@ -142,16 +144,17 @@ def gather_documents(
     """
     B, T = shape
     problem = problem or _problem(position_ids, attention_mask, B, T)
-    said = gather_objects(group, (problem, (B, T), position_ids is None, attention_mask is None, requires_grad))
-    problems, shapes, *differing = zip(*said, strict=True)
+    alike = {"position_ids were given": position_ids is None, "an attention_mask was given": attention_mask is None} | (
+        dict(alike) if alike else {}
+    )
+    problems, shapes, *differing = zip(*gather_objects(group, (problem, (B, T), *alike.values())), strict=True)
     raise_first(problems)
     if len(set(shapes)) > 1:
         raise ValueError(
             f"the ranks of a sequence group got inputs of different shapes {list(shapes)}: give every rank its part of "
             "the same batch, as shard_batch does."
         )
-    whats = ("position_ids were given", "an attention_mask was given", "inputs require gradients")
-    for what, answers in zip(whats, differing, strict=True):
+    for what, answers in zip(alike, differing, strict=True):
         if len(set(answers)) > 1:
             raise ValueError(f"{what} on some ranks of the sequence group and not on others.")
 

@@ -328,7 +328,7 @@ def test_windows_in_full_layers():
     cached, anew = (model.generate(batch["input_ids"], **settings, use_cache=use) for use in (True, False))
     assert torch.equal(cached, anew)
     start = model(input_ids=batch["input_ids"], use_cache=True)
-    with pytest.raises(ValueError, match="do not go with a cache here: call generate.use_cache=False"):
+    with pytest.raises(ValueError, match="wants all queries of a row here: call generate.use_cache=False"):
         model(input_ids=batch["input_ids"], past_key_values=start.past_key_values)
 
 
@@ -341,7 +341,7 @@ def test_static_caches_and_other_masks():
         model(input_ids=tokens, attention_mask=torch.zeros(1, 1, 9, 9, dtype=torch.float64))
     config = copy.deepcopy(model.config)
     with pytest.raises(ValueError, match="cannot honour this model's additional mask"):
-        MoBAFunction("moba", NAMES["moba"]).mask(q_length=9, kv_length=9, use_vmap=True, config=config)
+        MoBAFunction("moba", NAMES["moba"]).mask(1, 9, 9, use_vmap=True, config=config)
 
 
 def test_only_causal_layers():
@@ -416,9 +416,122 @@ def test_gathering_is_for_moba(family, name):
     )
 
 
-def full_with_few_heads():
-    dmu.parallelize(moba_model("llama", "moba_mixed", heads=2, kv_heads=1), strategy="gather_kv")
+def test_full_layers_gather_where_heads_are_few():
+    run_ranks(4, on_ranks, "llama", "left", "moba_mixed", strategy="gather_kv", heads=2, kv_heads=1)
 
 
-def test_full_layers_share_heads():
-    raises_on_ranks(4, ValueError, "2 attention heads are too few for 4 ranks", full_with_few_heads)
+def switched_on_one_rank():
+    model = moba_model("llama")
+    handle = dmu.parallelize(model, strategy="gather_kv")
+    dmu.set_moba(model, handle.group.rank == 0)
+    shard = dmu.shard_batch(random_batch(1, 20), handle.group)
+    model(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+
+
+def test_switched_on_some_ranks():
+    raises_on_ranks(2, ValueError, "set_moba was called on some ranks of the sequence group", switched_on_one_rank)
+
+
+# What models tell their masks only, and what their dense attention would lose.
+
+
+def tiny(model_type, name, **own):
+    """Of a family that is not among the tested ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = dict(
+        vocab_size=128, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, head_dim=12, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **common | own)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=name).double().eval()
+
+
+def test_documents_that_only_the_mask_knows():
+    """Persimmon's attention is not given position ids."""
+    dmu.register_moba(dmu.MoBAConfig(256, 1), "moba_whole")
+    batch = packed_batch(DOCUMENTS)
+    inputs = {key: batch[key] for key in ("input_ids", "position_ids")} | {"use_cache": False}
+    want = tiny("persimmon", "sdpa")(**inputs).logits
+    torch.testing.assert_close(tiny("persimmon", "moba_whole")(**inputs).logits, want, rtol=0, atol=1e-4)
+    sparse, oracle = (tiny("persimmon", name)(**inputs).logits for name in ("moba", "moba_oracle"))
+    torch.testing.assert_close(sparse, oracle, rtol=0, atol=1e-8)
+    assert (sparse - want).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("lengths", [[33, 33], [33, 21]])
+def test_chunks_that_only_the_mask_knows(lengths):
+    """Llama 4 chunks one of its layers."""
+    chunks = dict(
+        attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=64, moe_layers=[],
+        layer_types=["chunked_attention", "full_attention"],
+    )  # fmt: skip
+    dmu.register_moba(dmu.MoBAConfig(256, 1), "moba_whole")
+    batch = padded_batch(lengths, 33, "right")
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")} | {"use_cache": False}
+    got, want = (tiny("llama4_text", name, **chunks)(**inputs).logits for name in ("moba_whole", "sdpa"))
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[real], want[real], rtol=0, atol=1e-4)
+
+
+def test_windows_that_only_the_mask_knows():
+    window = dict(sliding_window=8, num_local_experts=2, num_experts_per_tok=1)
+    with pytest.raises(ValueError, match="PhimoeAttention does not hand its sliding window to the attention function"):
+        tiny("phimoe", "moba", **window)(**random_batch(1, 20))
+    with pytest.raises(ValueError, match="PhimoeAttention does not hand its sliding window to the attention function"):
+        dmu.parallelize(tiny("phimoe", "sdpa", **window))
+
+
+def test_sinks_of_full_layers():
+    batch = random_batch(1, 20)
+    model = moba_model("gpt_oss", dtype=torch.float32)
+    dmu.set_moba(model, False)
+    with pytest.raises(
+        ValueError, match=r"attention sinks \(s_aux\) would be lost in sdpa: .* 'eager' in MoBAConfig.dense"
+    ):
+        reference_step(model, batch)
+    dmu.register_moba(dmu.MoBAConfig(**BLOCKS, full_attention_layers=(0, 1), dense="eager"), "moba_eager")
+    got, want = (
+        reference_step(tiny_model("gpt_oss", attn_implementation=name, dtype=torch.float32), batch)
+        for name in ("moba_eager", "eager")
+    )
+    assert abs(got[0] - want[0]) < 1e-5
+
+
+def test_a_cache_that_slides():
+    """While the window holds all tokens they are MoBA's own; then its blocks would begin at another token each time."""
+    model = moba_model("mistral", train=False)
+    tokens = random_batch(1, 12)["input_ids"]
+    want = moba_model("mistral", train=False, sliding_window=None)(input_ids=tokens).logits
+    cache = None
+    for i in range(7):
+        answer = model(input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True)
+        cache = answer.past_key_values
+        torch.testing.assert_close(answer.logits[:, 0], want[:, i], rtol=0, atol=1e-9)
+    with pytest.raises(ValueError, match="a cache that slides with a window of 8 tokens"):
+        for i in range(7, 10):
+            model(input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_autocast(family):
+    """In bf16; generation with a cache after the switch too."""
+    batch = random_batch(1, 33)
+    want = reference_step(moba_model(family, dtype=torch.float32), batch)
+    model = moba_model(family, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = reference_step(model, batch)
+        dmu.set_moba(model, False)
+        assert model.generate(batch["input_ids"], max_new_tokens=3, eos_token_id=None).shape == (1, 36)
+    assert abs(got[0] - want[0]) < 0.05 * want[0]
+
+
+def test_a_config_that_means_nothing():
+    model = moba_model("llama", "moba_own")
+    for value in (dmu.MoBAConfig(), {"block": 3}):
+        model.config.moba = value
+        with pytest.raises(
+            ValueError, match="model.config.moba must be a dict with moba_chunk_size, moba_topk, full_att"
+        ):
+            reference_step(model, random_batch(1, 9))

@@ -79,6 +79,23 @@ def test_resumed_runs_know_where_they_are(tmp_path):
         assert losses[3] == pytest.approx(dense[3], rel=1e-5)
 
 
+def test_fractions_of_steps(monkeypatch):
+    """As many MoBA steps as the fraction says, whatever its last bit."""
+    from types import SimpleNamespace
+
+    from ds_mla_ulysses.integrations import callbacks
+
+    said = []
+    monkeypatch.setattr(callbacks, "set_moba", lambda model, enabled: said.append(enabled))
+    for steps in range(1, 201):
+        for percent in range(0, 101):
+            said.clear()
+            callback = dmu.FullAttentionCallback(percent / 100)
+            for step in range(steps):
+                callback.on_step_begin(None, SimpleNamespace(global_step=step, max_steps=steps), None)
+            assert sum(said) == -(-percent * steps // 100) and said == sorted(said, reverse=True)
+
+
 def test_bad_fractions():
     for after in (-0.1, 1.5):
         with pytest.raises(ValueError, match="after is the fraction of the steps that run MoBA, 0 to 1"):
