@@ -1,6 +1,7 @@
 """Inputs of MoBA tests, and both sides' outputs and gradients."""
 
 import torch
+import torch.nn.functional as F
 
 from ds_mla_ulysses.moba import moba_attn_varlen
 
@@ -32,3 +33,24 @@ def random_documents(generator, documents, longest):
     """cu_seqlens of documents of 0..longest tokens."""
     lengths = torch.randint(0, longest + 1, (documents,), generator=generator)
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+
+
+def random_case(seed):
+    """(qkv, cu_seqlens, block, topk, further arguments) of documents, empty ones too, with all queries or the last."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*values):
+        return values[int(torch.randint(len(values), (1,), generator=generator))]
+
+    cu = random_documents(generator, pick(1, 3, 7), pick(20, 90, 150))
+    block, topk, (H, G) = pick(1, 7, 16, 33), pick(1, 2, 3, 4), pick((2, 2), (4, 2), (6, 3), (3, 1))
+    settings, queries = {"scale": pick(None, 0.05, 1.3)}, cu
+    if seed % 2:
+        lengths = (torch.rand(len(cu) - 1, generator=generator) * (cu.diff() + 1)).int()
+        queries = settings["cu_seqlens_q"] = F.pad(lengths.cumsum(0), (1, 0))
+    torch.manual_seed(seed)
+    S, T = int(cu[-1]), int(queries[-1])
+    K, V = pick((5, 5), (24, 16), (6, 9))
+    shapes = (T, H, K), (S, G, K), (S, G, V)
+    qkv = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    return qkv, cu, block, topk, settings

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from moba_cases import check_exact, inputs, random_documents, run
+from moba_cases import check_exact, inputs, random_case, run
 
 from ds_mla_ulysses.moba import api, kernels, moba_attention, moba_attn_varlen, moba_select, native
 from ds_mla_ulysses.moba.reference import reference_attention
@@ -57,22 +57,8 @@ def test_groups_of_several_tiles():
 @pytest.mark.parametrize("seed", range(12))
 def test_documents(seed):
     """Any documents, empty ones too, all queries or only the last of each, grouped heads, unequal widths."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(*values):
-        return values[int(torch.randint(len(values), (1,), generator=generator))]
-
-    cu = random_documents(generator, pick(1, 3, 7), pick(20, 90, 150))
-    block, topk, (H, G) = pick(1, 7, 16, 33), pick(1, 2, 3, 4), pick((2, 2), (4, 2), (6, 3), (3, 1))
-    settings, queries = {"scale": pick(None, 0.05, 1.3)}, cu
-    if seed % 2:
-        lengths = (torch.rand(len(cu) - 1, generator=generator) * (cu.diff() + 1)).int()
-        queries = settings["cu_seqlens_q"] = F.pad(lengths.cumsum(0), (1, 0))
-    torch.manual_seed(seed)
-    S, T = int(cu[-1]), int(queries[-1])
-    K, V = pick((5, 5), (24, 16), (6, 9))
-    shapes = (T, H, K), (S, G, K), (S, G, V)
-    check_exact([torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes], cu, block, topk, **settings)
+    qkv, cu, block, topk, settings = random_case(seed)
+    check_exact(qkv, cu, block, topk, **settings)
 
 
 def test_nothing():
