@@ -182,7 +182,7 @@ class MoBAKernel:
         moba = function.config_of(config)
         self.module, self.function, self.implementation = module, function, moba.implementation
         self.blocks = moba.blocks_of(_layer_index(module), config.num_hidden_layers)
-        if moba.dense == function.name:
+        if _registered(moba.dense) is not None:
             raise ValueError(f"dense={moba.dense!r} is MoBA itself: name the implementation of full attention.")
         dense = copy.copy(config)
         dense._attn_implementation_internal = moba.dense
@@ -242,11 +242,6 @@ class MoBAKernel:
                 )
         else:
             blocks = self.blocks
-            if T < S and window is not None and window <= S:  # a cache of a window's tokens, whose blocks would shift
-                raise ValueError(
-                    f"MoBA over a cache that slides with a window of {window} tokens would count its blocks from another "
-                    "token each time: call generate(use_cache=False), or load the model with another attn_implementation."
-                )
         out = moba_attention(
             q,
             k,
@@ -274,6 +269,12 @@ class MoBAKernel:
             q, S, attention_mask, kwargs.pop("position_ids", None), kwargs.pop("cu_seq_lens_k", None)
         )
         settings = self.settings(documents, **kwargs)
+        window = settings["window"]
+        if not self.is_full and T < S and window is not None and window <= S:
+            raise ValueError(
+                f"MoBA over a cache that slides with a window of {window} tokens would count its blocks from another token "
+                "each time: call generate(use_cache=False), or load the model with another attn_implementation."
+            )
         out = self(*(x.transpose(1, 2) for x in as_autocast(q, k, v)), first_query=S - T, **settings)
         return out, None
 
