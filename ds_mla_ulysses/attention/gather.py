@@ -49,7 +49,9 @@ class GatherKVAttention(SequenceAttention):
         first_query, group = self.group.rank * q.shape[1 - batch_dim_idx], self.group
         if group.size > 1:
             blocks_TBGD = [by_token(x, batch_dim_idx) for x in (k, v)]
-            k, v = (by_token(x, batch_dim_idx) for x in GatherTokens.apply(group, batch_dim_idx == 0, *blocks_TBGD))
+            k, v = (
+                by_token(x, batch_dim_idx) for x in GatherTokens.apply(group, batch_dim_idx == 0, None, *blocks_TBGD)
+            )
         out = self.local_attn(q, k, v, *args, first_query=first_query, **kwargs)
         check_output(out, q, v)
         return out.contiguous()

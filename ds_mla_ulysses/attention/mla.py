@@ -2,7 +2,7 @@
 
 Letters: B batch · T this rank's tokens · S all tokens (T * ranks) · H all heads · M this rank's heads
 · N non-positional key width · R shared rope key width · K = N+R · V value width · P = N+V (compact KV
-of a head) · F = K+P (what a head sends).
+of a head) · F = K+P (what a head sends) · L latent width.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.collectives import gather_start, sum_over_ranks
+from ..comm.collectives import accumulation_dtype, gather_start, sum_over_ranks
 from ..comm.group import SequenceGroup
 from ..layout.exchange import (
+    GatherTokens,
+    TokensToHeads,
     heads_to_tokens,
     join_shared_key,
     own_heads,
     return_shared_key_grad,
+    start_gather_tokens,
+    start_tokens_to_heads,
     tokens_to_heads,
 )
 from ..layout.heads import HeadPartition
@@ -42,7 +46,7 @@ class PendingKey:
 class UlyssesMLAAttention(SequenceAttention):
     """DeepSpeed's `DistributedAttention` for MLA: one packed exchange in, one gather, one exchange out.
 
-    Every head's query (K wide) and compact key-value (P wide) travel in one all-to-all; the rope key,
+    Packed: every head's query (K wide) and compact key-value (P wide) travel in one all-to-all; the rope key,
     which all heads share, is gathered once by an asynchronous all-gather that starts before anything
     else; K is written on the receiving side, for the own heads only.
 
@@ -50,6 +54,14 @@ class UlyssesMLAAttention(SequenceAttention):
     |-----------|----------------------------------------------------------------------|-------------------------|
     | forward   | all-gather (key), all-to-all (q, kv), all-to-all (output)            | H(K+P+V)f + R(ranks-1)  |
     | backward  | all-to-all (output), all-to-all (key, partial sums), all-to-all (q, kv) | the same             |
+
+    With latents (`expand`): only queries travel by heads; the KV latent and the rope key are gathered together, and
+    each rank expands its own heads of all tokens, which is as much work as all heads of its own tokens.
+
+    | direction | collectives                                                          | elements sent per token |
+    |-----------|----------------------------------------------------------------------|-------------------------|
+    | forward   | all-gather (latent, key), all-to-all (q), all-to-all (output)        | H(K+V)f + (L+R)(ranks-1)|
+    | backward  | all-to-all (output), all-to-all (q), all-to-all (latent, key: partial sums) | the same         |
 
     with f = (ranks-1)/ranks where the ranks divide H; the first H % ranks own one head more than the others.
     The result and the gradients are those of `local_attention` on the whole sequence with all heads. A group
@@ -94,16 +106,20 @@ class UlyssesMLAAttention(SequenceAttention):
         batch_dim_idx: int = 0,
         rotary_pos_emb: None = None,
         *args: Any,
+        expand: Callable[[Tensor, slice], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Attention of this rank's tokens over the whole sequence.
 
         Args:
             q: q_BTHK with rope applied, ordered [nope | rope] (batch_dim_idx 0), or q_TBHK (1).
-            kv: kv_BTHP (or kv_TBHP), per head [key without position: N | value: V].
+            kv: kv_BTHP (or kv_TBHP), per head [key without position: N | value: V]; with `expand` latent_BTL.
             k_shared: k_BTR (or k_TBR) with rope applied, or what `gather_shared_key` returned.
             batch_dim_idx: 0 for [B, T, H, .], 1 for [T, B, H, .].
             rotary_pos_emb: takes the place it has in DeepSpeed's class; must be None.
+            expand: `expand(latent_BSL, heads) -> kv_BSMP` makes keys and values of those heads, a slice, of all tokens
+                (latent_SBL -> kv_SBMP with batch_dim_idx 1). Its parameters get the gradient of those heads: the SUM
+                over the ranks is that of one process.
             *args, **kwargs: handed on to `local_attention`.
 
         All tensors have one dtype. T and B must be the same on all ranks of the group: a difference
@@ -115,6 +131,10 @@ class UlyssesMLAAttention(SequenceAttention):
         Raises:
             ValueError: shapes that do not fit the widths, mixed dtypes, fewer heads than ranks.
         """
+        if expand is not None:
+            self._check_latents(q, kv, k_shared, batch_dim_idx, rotary_pos_emb)
+            own = self._from_latents(q, kv, k_shared, batch_dim_idx, expand)
+            return self._attend(*own, q.shape[2], batch_dim_idx, args, kwargs)
         pending = k_shared if isinstance(k_shared, PendingKey) else None
         if pending is not None:
             if pending.batch_dim_idx != batch_dim_idx:
@@ -137,6 +157,48 @@ class UlyssesMLAAttention(SequenceAttention):
         own = (by_token(x, batch_dim_idx) for x in (q_SBMK, k_SBMK, v_SBMV))
         return self._attend(*own, q.shape[2], batch_dim_idx, args, kwargs)
 
+    def _from_latents(
+        self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, expand: Callable[[Tensor, slice], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the own heads, in the layout of the call."""
+        H, N, group, batch_first = q.shape[2], self.nope_dim, self.group, batch_dim_idx == 0
+        q_TBHK = by_token(q, batch_dim_idx)
+        blocks_TB1D = [by_token(x, batch_dim_idx).unsqueeze(2) for x in (latent, k_shared)]
+        if group.size > 1:
+            # The latents leave first, and are expanded while the queries travel.
+            pending, pending_q = start_gather_tokens(blocks_TB1D, group), start_tokens_to_heads([q_TBHK], H, group)
+            blocks_TB1D = GatherTokens.apply(group, batch_first, pending, *blocks_TB1D)
+        latent_SBL, shared_SBR = (x.squeeze(2) for x in blocks_TB1D)
+        kv = expand(by_token(latent_SBL, batch_dim_idx), self.query_heads(H))
+        wanted = (*by_token(latent_SBL, batch_dim_idx).shape[:2], self._own_heads(H), N + self.value_dim)
+        if kv.shape != wanted or kv.dtype != q.dtype:
+            raise ValueError(f"expand must return kv {wanted} in {q.dtype}, got {tuple(kv.shape)} in {kv.dtype}.")
+        if group.size > 1:
+            (q_SBMK,) = TokensToHeads.apply(H, group, batch_first, pending_q, q_TBHK)
+            q = by_token(q_SBMK, batch_dim_idx)
+        k = _JoinKey.apply(by_token(kv[..., :N], batch_dim_idx), shared_SBR, batch_first)
+        return q, k, kv[..., N:]
+
+    def _own_heads(self, heads: int) -> int:
+        own = self.query_heads(heads)
+        return own.stop - own.start
+
+    def _check_latents(self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
+        self._check_call(batch_dim_idx, rotary, q=q, latent=latent, k_shared=k_shared)
+        K, R = self.nope_dim + self.rope_dim, self.rope_dim
+        rows = "[B, T" if batch_dim_idx == 0 else "[T, B"
+        if q.ndim != 4 or q.shape[-1] != K or latent.ndim != 3 or latent.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"with expand, q must be {rows}, H, {K}] and the latent {rows}, L]; got q {tuple(q.shape)}, latent "
+                f"{tuple(latent.shape)}."
+            )
+        self._check_shared(q, k_shared, rows, R)
+        HeadPartition(q.shape[2], self.group.size)
+
+    def _check_shared(self, q: Tensor, k_shared: Tensor, rows: str, R: int) -> None:
+        if k_shared.shape != (*q.shape[:2], R):
+            raise ValueError(f"k_shared must be {rows}, {R}], {(*q.shape[:2], R)}; got {tuple(k_shared.shape)}.")
+
     def _check(self, q: Tensor, kv: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
         self._check_call(batch_dim_idx, rotary, q=q, kv=kv, k_shared=k_shared)
         N, R, V = self.nope_dim, self.rope_dim, self.value_dim
@@ -147,9 +209,26 @@ class UlyssesMLAAttention(SequenceAttention):
                     f"{name} must be {rows}, H, {width}] with the rows and heads of q (nope {N}, rope {R}, value {V}); "
                     f"got {name} {tuple(x.shape)}, q {tuple(q.shape)}."
                 )
-        if k_shared.shape != (*q.shape[:2], R):
-            raise ValueError(f"k_shared must be {rows}, {R}], {(*q.shape[:2], R)}; got {tuple(k_shared.shape)}.")
+        self._check_shared(q, k_shared, rows, R)
         HeadPartition(q.shape[2], self.group.size)
+
+
+class _JoinKey(torch.autograd.Function):
+    """k_SBMN and the shared key_SBR, which all have -> K of the own heads, in the layout of the call.
+
+    Backward: the own heads' gradient of the shared key is summed in fp32 (or wider) and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, k_nope_SBMN: Tensor, shared_SBR: Tensor, batch_first: bool) -> Tensor:
+        ctx.batch_first, ctx.nope_dim = batch_first, k_nope_SBMN.shape[-1]
+        return join_shared_key(k_nope_SBMN, shared_SBR, batch_first)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad_SBMK = grad.transpose(0, 1) if ctx.batch_first else grad
+        of_nope, of_shared = grad_SBMK.split([ctx.nope_dim, grad.shape[-1] - ctx.nope_dim], dim=-1)
+        return of_nope, of_shared.sum(2, dtype=accumulation_dtype(grad.dtype)).to(grad.dtype), None
 
 
 class _PackedExchange(torch.autograd.Function):

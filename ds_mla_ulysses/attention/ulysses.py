@@ -77,7 +77,7 @@ class UlyssesAttention(SequenceAttention):
         repeats = HeadPartition(k.shape[2], group.size, H).repeats(group.rank)
         if group.size > 1:
             blocks_TBHD = [by_token(x, batch_dim_idx) for x in (q, k, v)]
-            own_SBMD = TokensToHeads.apply(H, group, batch_dim_idx == 0, *blocks_TBHD)
+            own_SBMD = TokensToHeads.apply(H, group, batch_dim_idx == 0, None, *blocks_TBHD)
             q, k, v = (by_token(x, batch_dim_idx) for x in own_SBMD)
         if repeats is not None:
             k, v = _repeated(k, repeats), _repeated(v, repeats)

@@ -26,11 +26,12 @@ def start_all_gather(x: Tensor, size: int, group: str, direction: str) -> Tensor
     return _functional.all_gather_into_tensor(x, size, group)
 
 
-def start_all_to_all(wire: Tensor, size: int, rank: int, group: str, direction: str) -> Tensor:
-    """Starts the exchange of a flat buffer of `size` equal parts, part p for rank p."""
-    part = wire.numel() // size
-    _record_all_to_all(wire, [part] * size, rank, direction)
-    return _functional.all_to_all_single(wire, [part] * size, [part] * size, group)
+def start_all_to_all(
+    wire: Tensor, received: list[int], sent: list[int], rank: int, group: str, direction: str
+) -> Tensor:
+    """Starts the exchange of a flat buffer: `sent[p]` elements of it to rank p, `received[p]` from it, in that order."""
+    _record_all_to_all(wire, sent, rank, direction)
+    return _functional.all_to_all_single(wire, received, sent, group)
 
 
 def all_to_all(

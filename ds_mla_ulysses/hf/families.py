@@ -212,6 +212,20 @@ def refuse_lost_window(name: str, layer: nn.Module) -> None:
         )
 
 
+def refuse_latents(layer: nn.Module) -> None:
+    """Refuses a layer whose own heads cannot be expanded by themselves."""
+    if not is_mla(layer):
+        raise UnsupportedModelError(
+            f"strategy='latent_kv' is for MLA, {type(layer).__name__} has no latents: choose 'packed'."
+        )
+    if type(layer.kv_b_proj) is not nn.Linear:
+        raise UnsupportedModelError(
+            f"strategy='latent_kv' takes rows of kv_b_proj's weight, but {type(layer).__name__}.kv_b_proj is a "
+            f"{type(layer.kv_b_proj).__name__} (an adapter or a quantised layer), of which rows would be wrong: choose "
+            "'packed', which calls it whole."
+        )
+
+
 def _refuse_mla_layer(name: str, layer: nn.Module) -> None:
     if getattr(layer, "indexer", None) is not None or hasattr(layer, "skip_topk"):
         raise UnsupportedModelError(

@@ -5,6 +5,7 @@ What is replaced, on this model only (every entry is put back by `Handle.restore
 | where                       | what                                                                             |
 |-----------------------------|----------------------------------------------------------------------------------|
 | each attention module       | `config` is a copy that names our function; with MLA, `expand_kv` hands the latents through |
+| its `kv_b_proj`             | with "latent_kv": a forward that takes heads too                                 |
 | the text model              | `config` is that copy (so no local mask is built); a forward pre-hook            |
 | its rotary embedding        | hooks, where its frequencies depend on the longest position                      |
 | the given model             | a forward pre-hook that refuses what would be wrong on a part of the sequence    |
@@ -38,10 +39,11 @@ from ..comm.group import SequenceGroup, gather_objects, raise_first, split_world
 from ..layout.batch import SHARDED
 from ..layout.documents import Documents, gather_documents
 from ..layout.heads import HeadPartition
-from .families import TESTED, AttentionModel, MLAWidths, find_attention, is_mla, is_patched
+from .families import TESTED, AttentionModel, MLAWidths, find_attention, is_mla, is_patched, refuse_latents
 from .handle import Handle
 from .kernel import LocalKernel, as_autocast
 from .moba import MoBAKernel, kernel_of
+from .rows import with_heads
 
 #: Our entry in transformers' attention functions. Without "flash" in it: transformers looks for that.
 ATTENTION_NAME = "ds_mla_ulysses"
@@ -49,7 +51,7 @@ ATTENTION_NAME = "ds_mla_ulysses"
 DOCUMENTS = "ulysses_documents"
 #: The keyword argument that tells the text model's hook what is wrong with the whole model's arguments.
 PROBLEM = "ulysses_problem"
-STRATEGIES = ("packed", "gather_kv")
+STRATEGIES = ("packed", "latent_kv", "gather_kv")
 
 _NO_ATTENTIONS = "output_attentions is not supported under sequence parallelism."
 _REFUSED_OF_MODEL = {
@@ -94,6 +96,8 @@ def parallelize(
         sp_size: ranks that share a sequence, consecutive ones; all ranks of the job by default.
         group: the process group to use instead; the groups of all ranks must divide the world evenly.
         strategy: "packed": what the heads need travels in one all-to-all; the shared key of MLA is gathered.
+            "latent_kv", for MLA: queries travel by heads, the KV latent and the shared key are gathered, and each rank
+            expands its own heads of all tokens.
             "gather_kv", for models that run MoBA over ordinary heads: the keys and values of all heads are gathered,
             queries stay; layers with full attention are packed as ever, if there are as many heads as ranks.
         by_batch: only forwards that are given `ulysses_sharded=True`, as the batches of
@@ -131,7 +135,10 @@ def parallelize(
             "strategy='gather_kv' is for models that run MoBA (attn_implementation='moba') over ordinary heads: choose "
             "'packed'."
         )
-    for layer in found.layers if strategy == "packed" else ():
+    if strategy == "latent_kv":
+        for layer in found.layers:
+            refuse_latents(layer)
+    for layer in found.layers if strategy != "gather_kv" else ():
         heads = MLAWidths.of(layer).heads if is_mla(layer) else getattr(layer.config, "num_attention_heads", None)
         if heads is not None:
             HeadPartition(heads, sequence_group.size)
@@ -160,6 +167,7 @@ class _Layer(_NotCopied):
     attention: UlyssesMLAAttention | UlyssesAttention
     kernel: LocalKernel | MoBAKernel
     expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # of MLA
+    expand: Callable[[Tensor, slice], Tensor] | None = None  # of MLA whose latents travel
     gathering: GatherKVAttention | None = None  # takes the place of `attention` while the kernel runs MoBA
 
 
@@ -179,6 +187,9 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
             settings["s_aux"] = settings["s_aux"][layer.attention.query_heads(query.shape[1])]
         attention = layer.attention if layer.gathering is None or layer.kernel.is_full else layer.gathering
         out_BTHV = attention(query_BTHK, key.transpose(1, 2), value.transpose(1, 2), 0, None, **settings)
+    elif layer.expand is not None:
+        latent_BTL, k_shared_BTR = key.squeeze(1), value.squeeze(1)
+        out_BTHV = layer.attention(query_BTHK, latent_BTL, k_shared_BTR, 0, None, expand=layer.expand, **settings)
     else:
         # First the gather, then the projection under which it travels.
         pending = layer.attention.gather_shared_key(value.squeeze(1))
@@ -197,7 +208,13 @@ def _layer(module: nn.Module, kernel: LocalKernel | MoBAKernel, group: SequenceG
         return _Layer(packed if heads >= group.size else gathering, kernel, gathering=gathering)
     widths = MLAWidths.of(module)
     attention = UlyssesMLAAttention(kernel, group, nope_dim=widths.nope, rope_dim=widths.rope, value_dim=widths.value)
-    return _Layer(attention, kernel, module.expand_kv)
+    expand = None
+    if strategy == "latent_kv":
+
+        def expand(latent_BSL: Tensor, heads: slice) -> Tensor:
+            return module.kv_b_proj(latent_BSL, heads).unflatten(-1, (heads.stop - heads.start, -1))
+
+    return _Layer(attention, kernel, module.expand_kv, expand)
 
 
 def _latents_as_they_are(kv_nope_B1TL: Tensor, k_rot_B1TR: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,6 +258,9 @@ class _Patch(_NotCopied):
             self._replace(layer, "_ulysses", _layer(layer, kernel, group, strategy))
             if is_mla(layer):
                 self._replace(layer, "expand_kv", _latents_as_they_are)
+                if strategy == "latent_kv":
+                    heads = MLAWidths.of(layer).heads
+                    self._replace(layer.kv_b_proj, "forward", with_heads(layer.kv_b_proj, heads))
             self._replace(layer, "config", layer_config)
         hooks = [
             self.text_model.register_forward_pre_hook(self._before_text_model, with_kwargs=True),

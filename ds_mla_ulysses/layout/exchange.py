@@ -81,19 +81,22 @@ def own_heads(
 
 
 class TokensToHeads(torch.autograd.Function):
-    """Blocks x_TBHD -> x_SBMD by one all-to-all. Backward: `heads_to_tokens` of all gradients, one all-to-all."""
+    """Blocks x_TBHD -> x_SBMD by one all-to-all. Backward: `heads_to_tokens` of all gradients, one all-to-all.
+
+    `pending` is what `start_tokens_to_heads` gave of the same blocks, or None: then the exchange is made here.
+    """
 
     @staticmethod
-    def forward(ctx, query_heads: int, group: SequenceGroup, batch_first: bool, *blocks_TBHD: Tensor):
+    def forward(ctx, query_heads: int, group: SequenceGroup, batch_first: bool, pending, *blocks_TBHD: Tensor):
         ctx.query_heads, ctx.group, ctx.batch_first = query_heads, group, batch_first
         ctx.heads = [x.shape[2] for x in blocks_TBHD]
-        buffer = tokens_to_heads(blocks_TBHD, query_heads, group, "forward")
+        buffer = tokens_to_heads(blocks_TBHD, query_heads, group, "forward") if pending is None else wait(pending)
         return tuple(own_heads(buffer, ctx.heads, [x.shape[3] for x in blocks_TBHD], query_heads, group))
 
     @staticmethod
     def backward(ctx, *grads_SBMD: Tensor):
         grads = heads_to_tokens(grads_SBMD, ctx.heads, ctx.query_heads, ctx.group, "backward", ctx.batch_first)
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
 class HeadsToTokens(torch.autograd.Function):
@@ -115,12 +118,14 @@ class GatherTokens(torch.autograd.Function):
 
     Backward: each rank gets what the others' gradients say of its tokens by one all-to-all, the bytes of a
     reduce-scatter; they are summed in fp32 (or wider) and rounded once.
+
+    `pending` is what `start_gather_tokens` gave of the same blocks, or None: then the gather is started here.
     """
 
     @staticmethod
-    def forward(ctx, group: SequenceGroup, batch_first: bool, *blocks_TBGD: Tensor):
+    def forward(ctx, group: SequenceGroup, batch_first: bool, pending, *blocks_TBGD: Tensor):
         ctx.group, ctx.batch_first = group, batch_first
-        buffer_SBW = _gather_tokens(list(blocks_TBGD), group.size, group.name)
+        buffer_SBW = wait(start_gather_tokens(blocks_TBGD, group) if pending is None else pending)
         shapes = [x.shape[2:] for x in blocks_TBGD]
         parts = buffer_SBW.split([shape.numel() for shape in shapes], dim=-1)
         return tuple(x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
@@ -129,7 +134,18 @@ class GatherTokens(torch.autograd.Function):
     def backward(ctx, *grads_SBGD: Tensor):
         group = ctx.group
         out = _return_tokens(list(grads_SBGD), group.size, group.rank, group.name, ctx.batch_first)
-        return None, None, *([x.transpose(0, 1) for x in out] if ctx.batch_first else out)
+        return None, None, None, *([x.transpose(0, 1) for x in out] if ctx.batch_first else out)
+
+
+def start_gather_tokens(blocks_TBGD: Sequence[Tensor], group: SequenceGroup) -> Tensor:
+    """Starts gathering blocks of one dtype side by side: *pending* [S, B, W], for `GatherTokens`."""
+    return _start_gather_tokens([x.detach() for x in blocks_TBGD], group.size, group.name)
+
+
+def start_tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group: SequenceGroup) -> Tensor:
+    """Starts the exchange of `tokens_to_heads`: *pending* [S, B, W], for `TokensToHeads`. What a rank keeps goes along."""
+    blocks = [x.detach() for x in blocks_TBHD]
+    return _start_tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name)
 
 
 # The operators. They take plain values, so that a compiled graph can hold them, and wait inside.
@@ -140,25 +156,52 @@ def _tokens_to_heads(
     blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, group: str, direction: str
 ) -> Tensor:
     T, B = blocks[0].shape[:2]
-    partitions = [HeadPartition(x.shape[2], size, query_heads) for x in blocks]
-    widths = [sum(h.count(p) * x.shape[3] for h, x in zip(partitions, blocks, strict=True)) for p in range(size)]
+    widths = _widths_of_ranks(blocks, query_heads, size)
     sent, received = [T * B * w for w in widths], [T * B * widths[rank]] * size
     out = blocks[0].new_empty(size, T, B, widths[rank])
     arriving = _others(out, rank)
     if arriving is not None:
         sent[rank] = received[rank] = 0
     wire = blocks[0].new_empty(sum(sent))
-    for p, part in enumerate(wire.split(sent)):
-        part, offset = out[p] if arriving is not None and p == rank else part.view(T, B, widths[p]), 0
-        for x, h in zip(blocks, partitions, strict=True):
-            n = h.count(p)
-            to = part[..., offset : offset + n * x.shape[3]].unflatten(-1, (n, x.shape[3]))
-            to.copy_(x[:, :, h.start(p) : h.stop(p)])
-            offset += n * x.shape[3]
+    parts = list(wire.split(sent))
+    if arriving is not None:
+        parts[rank] = out[rank].view(-1)
+    _write_parts(blocks, query_heads, parts)
     if size > 1:
         arriving = out if arriving is None else arriving
         all_to_all(arriving.view(-1), wire, received, sent, rank, group, direction)
     return out.view(T * size, B, widths[rank])
+
+
+@torch.library.custom_op("ds_mla_ulysses::start_tokens_to_heads", mutates_args=())
+def _start_tokens_to_heads(blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, group: str) -> Tensor:
+    T, B = blocks[0].shape[:2]
+    widths = _widths_of_ranks(blocks, query_heads, size)
+    sent, received = [T * B * w for w in widths], [T * B * widths[rank]] * size
+    wire = blocks[0].new_empty(sum(sent))
+    _write_parts(blocks, query_heads, wire.split(sent))
+    return start_all_to_all(wire, received, sent, rank, group, "forward").view(T * size, B, widths[rank])
+
+
+@_start_tokens_to_heads.register_fake
+def _(blocks, query_heads, size, rank, group):
+    T, B = blocks[0].shape[:2]
+    return blocks[0].new_empty(T * size, B, _widths_of_ranks(blocks, query_heads, size)[rank])
+
+
+def _widths_of_ranks(blocks: Sequence[Tensor], query_heads: int, size: int) -> list[int]:
+    """What each rank gets of a token."""
+    partitions = [HeadPartition(x.shape[2], size, query_heads) for x in blocks]
+    return [sum(h.count(p) * x.shape[3] for h, x in zip(partitions, blocks, strict=True)) for p in range(size)]
+
+
+def _write_parts(blocks: Sequence[Tensor], query_heads: int, parts: Sequence[Tensor]) -> None:
+    """Writes each rank's heads of all blocks into its flat part of the wire."""
+    (T, B), size = blocks[0].shape[:2], len(parts)
+    partitions = [HeadPartition(x.shape[2], size, query_heads) for x in blocks]
+    for p, part in enumerate(parts):
+        pieces = [x[:, :, h.start(p) : h.stop(p)] for x, h in zip(blocks, partitions, strict=True)]
+        _write_side_by_side(pieces, part.view(T, B, -1))
 
 
 def _others(x_PTBW: Tensor, rank: int) -> Tensor | None:
@@ -169,8 +212,7 @@ def _others(x_PTBW: Tensor, rank: int) -> Tensor | None:
 @_tokens_to_heads.register_fake
 def _(blocks, query_heads, size, rank, group, direction):
     T, B = blocks[0].shape[:2]
-    width = sum(HeadPartition(x.shape[2], size, query_heads).count(rank) * x.shape[3] for x in blocks)
-    return blocks[0].new_empty(T * size, B, width)
+    return blocks[0].new_empty(T * size, B, _widths_of_ranks(blocks, query_heads, size)[rank])
 
 
 @torch.library.custom_op("ds_mla_ulysses::heads_to_tokens", mutates_args=())
@@ -265,15 +307,15 @@ def _empty_blocks(like: Tensor, T: int, B: int, heads: Sequence[int], widths: Se
     return [like.new_empty(*rows, h, d) for h, d in zip(heads, widths, strict=True)]
 
 
-@torch.library.custom_op("ds_mla_ulysses::gather_tokens", mutates_args=())
-def _gather_tokens(blocks: Sequence[Tensor], size: int, group: str) -> Tensor:
+@torch.library.custom_op("ds_mla_ulysses::start_gather_tokens", mutates_args=())
+def _start_gather_tokens(blocks: Sequence[Tensor], size: int, group: str) -> Tensor:
     T, B = blocks[0].shape[:2]
     wire_TBW = blocks[0].new_empty(T, B, sum(x.shape[2] * x.shape[3] for x in blocks))
     _write_side_by_side(blocks, wire_TBW)
-    return wait(start_all_gather(wire_TBW, size, group, "forward"))
+    return start_all_gather(wire_TBW, size, group, "forward")
 
 
-@_gather_tokens.register_fake
+@_start_gather_tokens.register_fake
 def _(blocks, size, group):
     T, B = blocks[0].shape[:2]
     return blocks[0].new_empty(T * size, B, sum(x.shape[2] * x.shape[3] for x in blocks))
@@ -343,7 +385,8 @@ def return_shared_key_grad(grad_SBMR: Tensor, size: int, rank: int, group: str) 
     grad_SBR = grad_SBMR.sum(2, dtype=accumulation_dtype(dtype)).to(dtype).contiguous()
     if size == 1:
         return grad_SBR
-    return start_all_to_all(grad_SBR.view(-1), size, rank, group, "backward").view(grad_SBR.shape)
+    parts = [grad_SBR.numel() // size] * size
+    return start_all_to_all(grad_SBR.view(-1), parts, parts, rank, group, "backward").view(grad_SBR.shape)
 
 
 @return_shared_key_grad.register_fake

@@ -82,12 +82,14 @@ def engine_steps(model, handle, config, steps, accumulation):
     return engine, losses, norms
 
 
-def compare_update(family, sp_size, stage, clip, reduce_scatter, steps=3, accumulation=2):
+def compare_update(
+    family, sp_size, stage, clip, reduce_scatter, steps=3, accumulation=2, strategy="packed"
+):
     import ds_mla_ulysses as dmu
 
     model = tiny_model(family, torch.float32)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    handle = dmu.parallelize(model, sp_size=sp_size)
+    handle = dmu.parallelize(model, sp_size=sp_size, strategy=strategy)
     config = engine_config(stage, clip, accumulation, reduce_scatter)
     engine, losses, norms = engine_steps(model, handle, config, steps, accumulation)
     got = full_parameters(model, stage)
@@ -110,6 +112,12 @@ def compare_update(family, sp_size, stage, clip, reduce_scatter, steps=3, accumu
 def test_three_sgd_steps(size, sp_size, stage, reduce_scatter, clip):
     sums = run_ranks(size, compare_update, "deepseek_v3", sp_size, stage, clip, reduce_scatter)
     assert all(s == sums[0] for s in sums)  # no rank drifts
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_rows_of_a_weight(stage):
+    """Each rank has the gradient of its own heads, in a weight that ZeRO-3 takes apart."""
+    run_ranks(2, compare_update, "deepseek_v3", 2, stage, 0.5, True, strategy="latent_kv")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -30,14 +30,14 @@ def snapshot(model):
     }
 
 
-def restores(family):
+def restores(family, strategy):
     import ds_mla_ulysses as dmu
 
     model = tiny_model(family)
     model(input_ids=random_batch(1, 12)["input_ids"], use_cache=False)  # long rope keeps its tables after a forward
     keys, parameters, before = list(model.state_dict()), list(model.parameters()), snapshot(model)
     config = copy.deepcopy(model.config.to_dict())
-    handle = dmu.parallelize(model)
+    handle = dmu.parallelize(model, strategy=strategy)
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert [name for name, _ in model.named_modules()] == list(before)
@@ -54,9 +54,10 @@ def restores(family):
     dmu.parallelize(model).restore()
 
 
+@pytest.mark.parametrize("strategy", ["packed", "latent_kv"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k25", "minicpm3", "longcat_flash"])
-def test_restore_puts_every_attribute_back(family):
-    run_ranks(2, restores, family)
+def test_restore_puts_every_attribute_back(family, strategy):
+    run_ranks(2, restores, family, strategy)
 
 
 def stacks():

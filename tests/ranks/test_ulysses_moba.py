@@ -112,7 +112,7 @@ def sums_in_fp32():
 
     group = SequenceGroup.of(dist.group.WORLD)
     x_TBGD = torch.zeros(3, 1, 2, 4, dtype=torch.bfloat16, requires_grad=True)
-    (out_SBGD,) = GatherTokens.apply(group, False, x_TBGD)
+    (out_SBGD,) = GatherTokens.apply(group, False, None, x_TBGD)
     grad = torch.full(out_SBGD.shape, 1.0 if group.rank == 0 else 2.0**-9 * 1.5, dtype=torch.bfloat16)
     out_SBGD.backward(grad)
     assert (x_TBGD.grad == torch.tensor(1 + 3 * 2.0**-9 * 1.5).bfloat16()).all()
