@@ -37,12 +37,14 @@ class Comparison:
         inputs: leaves whose gradients are dropped before each turn.
         grad: the gradient of every side's output.
         sent: what one forward and backward of a side sends to other ranks, in bytes, asked after the timing.
+        rows: makes what is printed of the milliseconds of each side, pair by pair, in the place of `_rows`.
     """
 
     sides: dict[str, Callable[[], Tensor]]
     inputs: list[Tensor]
     grad: Tensor
-    sent: Callable[[str], int]
+    sent: Callable[[str], int] | None = None
+    rows: Callable[[dict[str, list[float]]], list[dict[str, Any]]] | None = None
 
 
 class Core(torch.autograd.Function):
@@ -98,24 +100,33 @@ def _run(rank: int, compare: Callable[[argparse.Namespace], Comparison], args: a
             dist.barrier()
             if pair >= WARMUP:
                 times[name].append(1e3 * (time.perf_counter() - begin))
-    sent = {name: this.sent(name) for name in this.sides}
+    rows = this.rows(times) if this.rows else _rows(this, times)
     if rank == 0:
-        base = next(iter(times.values()))
-        rows = [
-            {
-                "side": name,
-                "MB": round(sent[name] / 1e6, 2),
-                "ms": round(statistics.median(ms), 2),
-                "ratio": round(statistics.median(b / m for b, m in zip(base, ms, strict=True)), 3),
-            }
-            for name, ms in times.items()
-        ]
         if args.json:
             print(
                 json.dumps({"rows": rows, "torch": torch.__version__, "deepspeed": deepspeed.__version__} | vars(args))
             )
         else:
+            print("  ".join(f"{name:>14}" for name in rows[0]))
             for row in rows:
-                print("{side:18} {MB:8.2f} MB sent {ms:9.2f} ms  {ratio:6.3f}x".format(**row))
+                print("  ".join(f"{value:>14}" for value in row.values()))
     sys.stdout.flush()
     os._exit(0)
+
+
+def ratio(ours: list[float], base: list[float]) -> float:
+    """Median over the pairs of how many times as long the base takes."""
+    return round(statistics.median(b / m for b, m in zip(base, ours, strict=True)), 3)
+
+
+def _rows(this: Comparison, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    base = next(iter(times.values()))
+    return [
+        {
+            "side": name,
+            "MB": round(this.sent(name) / 1e6, 2),
+            "ms": round(statistics.median(ms), 2),
+            "ratio": ratio(ms, base),
+        }
+        for name, ms in times.items()
+    ]

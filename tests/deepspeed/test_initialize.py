@@ -82,9 +82,7 @@ def engine_steps(model, handle, config, steps, accumulation):
     return engine, losses, norms
 
 
-def compare_update(
-    family, sp_size, stage, clip, reduce_scatter, steps=3, accumulation=2, strategy="packed"
-):
+def compare_update(family, sp_size, stage, clip, reduce_scatter, steps=3, accumulation=2, strategy="packed"):
     import ds_mla_ulysses as dmu
 
     model = tiny_model(family, torch.float32)

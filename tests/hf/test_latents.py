@@ -130,7 +130,10 @@ def refused(what):
     "what,message",
     [
         ("dense", "strategy='latent_kv' is for MLA, LlamaAttention has no latents: choose 'packed'"),
-        ("lora", r"kv_b_proj is a Linear \(an adapter or a quantised layer\), of which rows would be wrong: choose 'packed'"),
+        (
+            "lora",
+            r"kv_b_proj is a Linear \(an adapter or a quantised layer\), of which rows would be wrong: choose 'packed'",
+        ),
     ],
 )
 def test_refused(what, message):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from rank_pool import run_ranks
 
-H, N, R, V, T, RANKS = 128, 128, 64, 128, 4, 8
+H, N, R, V, L, T, RANKS = 128, 128, 64, 128, 512, 4, 8
 K, P = N + R, N + V
 
 
-def on_eight_ranks(compiled):
+def on_eight_ranks(strategy, compiled):
     """One rank of a fake group of 8: collectives are counted and move nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,22 +21,27 @@ def on_eight_ranks(compiled):
         lambda q, k, v: q[..., :V] + k[..., :V] + v, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V
     )
     step = torch.compile(attention, backend="aot_eager") if compiled else attention
-    shapes = [(1, T, H, K), (1, T, H, P), (1, T, R)]
+    shapes = [(1, T, H, K), (1, T, H, P) if strategy == "packed" else (1, T, L), (1, T, R)]
     q, kv, k_shared = (torch.zeros(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+
+    def expand(latent, heads):
+        return latent[..., None, :P].expand(-1, -1, heads.stop - heads.start, -1)
+
     with dmu.TrafficMeter() as meter:
-        step(q, kv, k_shared, 0).sum().backward()
+        step(q, kv, k_shared, 0, **({} if strategy == "packed" else {"expand": expand})).sum().backward()
     dist.destroy_process_group()
     return dict(meter.calls), dict(meter.bytes), meter.total_bytes
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_deepseek_v3_on_eight_ranks(compiled):
+@pytest.mark.parametrize("strategy,elements,of_stock", [("packed", 64_960, 0.907), ("latent_kv", 39_872, 0.557)])
+def test_deepseek_v3_on_eight_ranks(strategy, elements, of_stock, compiled):
     # A pool of its own, since the worker's process group is replaced.
     import rank_pool
 
     pool = rank_pool._Pool(1)
     try:
-        ((status, *answer),) = pool.call(on_eight_ranks, (compiled,), {}, 120)
+        ((status, *answer),) = pool.call(on_eight_ranks, (strategy, compiled), {}, 120)
     finally:
         pool.kill()
     assert status == "ok", answer
@@ -46,11 +51,12 @@ def test_deepseek_v3_on_eight_ranks(compiled):
         ("all_to_all", "forward"): 2,
         ("all_to_all", "backward"): 3,
     }
-    per_token = H * (K + P + V) * (RANKS - 1) // RANKS + R * (RANKS - 1)
-    assert per_token == 64_960
+    by_heads, gathered = {"packed": (K + P + V, R), "latent_kv": (K + V, L + R)}[strategy]
+    per_token = H * by_heads * (RANKS - 1) // RANKS + gathered * (RANKS - 1)
+    assert per_token == elements <= of_stock * 71_680
     forward = sent["all_gather", "forward"] + sent["all_to_all", "forward"]
     assert forward == sent["all_to_all", "backward"] == per_token * T * 2
-    assert sent["all_gather", "forward"] == R * (RANKS - 1) * T * 2
+    assert sent["all_gather", "forward"] == gathered * (RANKS - 1) * T * 2
     assert total == 2 * forward
 
 

@@ -103,7 +103,7 @@ def test_install_twice():
         with pytest.raises(RuntimeError, match=found_settings):
             ds_mla_ulysses.install(**other)
     ds_mla_ulysses.uninstall()
-    with pytest.raises(ValueError, match=r"strategy must be one of \['packed', 'gather_kv'\], got 'ring'"):
+    with pytest.raises(ValueError, match=r"strategy must be one of \['packed', 'latent_kv', 'gather_kv'\], got 'ring'"):
         ds_mla_ulysses.install(strategy="ring")
 
 

@@ -187,3 +187,8 @@ def test_the_comparison_can_fail():
     with pytest.raises(AssertionError):
         assert_equal(got, want)
     assert torch.isfinite(torch.tensor(got["losses"])).all()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_latents_travel(stage):
+    equals_one_process(2, Run(stage=stage, strategy="latent_kv"))
