@@ -14,6 +14,10 @@ import torch
 warnings.filterwarnings("ignore", category=FutureWarning)
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+    if "OMP_NUM_THREADS" not in os.environ:  # the processes share the cores; Accelerate would give all to each
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 TOLERANCE = 1e-4
 Worst = tuple[float, str]  # a difference, and the parameter that has it

@@ -281,7 +281,7 @@ def report(
     sent = sum(result["bytes_per_token"][name] for name in ("forward", "backward")) / layers
     three = 2 * size * common.attention_width(config) * (ranks - 1) / ranks  # forward and backward
     print(f"\nsent per token and layer, forward and backward: {sent:,.0f} bytes (measured)")
-    if three:
+    if three > sent:
         print(
             f"materialised Q, K, V by three all-to-alls:      {three:,.0f} bytes ({1 - sent / three:.1%} of it saved)"
         )
@@ -293,10 +293,7 @@ def report(
 def run(args: argparse.Namespace, recipe: Recipe) -> int:
     """Trains, or verifies; the exit code."""
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(args.local_rank or 0)))  # DeepSpeed wants it set
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     import deepspeed  # noqa: F401  (so that its logger exists)
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

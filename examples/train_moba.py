@@ -13,6 +13,7 @@ nearly equal scores, so now and then --verify may find two runs apart that have 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 
 import torch
@@ -42,6 +43,8 @@ def main() -> int:
     def before_step(model: torch.nn.Module, step: int) -> None:
         dmu.set_moba(model, step < args.full_after * args.steps)
 
+    if os.environ.get("RANK", "0") == "0":
+        print(f"MoBA: blocks of {args.block} tokens, {args.topk} for each query, its own one counted")
     return train_deepspeed.run(args, train_deepspeed.Recipe(build, before_step))
 
 

@@ -34,9 +34,9 @@ _OFF = "_moba_is_off"
 def register_moba(config: MoBAConfig | None = None, name: str = "moba") -> None:
     """Makes `attn_implementation=name` run MoBA in any Hugging Face decoder.
 
-    Block size, top-k and the layers with full attention are written into the config of each model that runs it
-    (`model.config.moba`), and are saved and loaded with it; they go before what is registered, if the two are equal.
-    Models with other numbers take another name.
+    Block size, top-k and the layers with full attention are written into the config of each model, when it is
+    parallelized or first runs (`model.config.moba`), and are saved and loaded with it. Where they differ from what is
+    registered, the model is refused: models with other numbers take another name.
 
     Args:
         config: None: each model brings its own, from a checkpoint.
@@ -179,11 +179,17 @@ class MoBAKernel:
     """
 
     def __init__(self, module: nn.Module, config: Any, function: MoBAFunction) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         moba = function.config_of(config)
         self.module, self.function, self.implementation = module, function, moba.implementation
         self.blocks = moba.blocks_of(_layer_index(module), config.num_hidden_layers)
         if _registered(moba.dense) is not None:
             raise ValueError(f"dense={moba.dense!r} is MoBA itself: name the implementation of full attention.")
+        if moba.dense not in ("eager", *ALL_ATTENTION_FUNCTIONS):
+            raise ValueError(
+                f"dense={moba.dense!r} is no attention implementation of transformers: name one, as 'sdpa'."
+            )
         dense = copy.copy(config)
         dense._attn_implementation_internal = moba.dense
         self.dense = kernel_of(module, dense)

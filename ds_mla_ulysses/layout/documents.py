@@ -114,7 +114,7 @@ def _hole(positions_BS: Tensor, padding_BS: Tensor) -> str | None:
     return (
         f"attention_mask has padding inside a document (row {row}, before token {i + 1}, whose position "
         f"{int(positions_BS[row, i + 1])} goes on from {int(positions_BS[row, before[row, i]])}): pad on the left or "
-        "the right, or restart position_ids behind the padding."
+        "the right, or restart position_ids behind the padding. (generate, given no mask, makes one of the pad tokens.)"
     )
 
 

@@ -196,7 +196,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         and min(q.shape[1:]) > 0
         and min(v.shape[1:]) > 0
     ):
-        raise ValueError(f"q must be [T, H, K], k [S, G, K] and v [S, G, V], {shapes}: flatten a batch into tokens.")
+        batched = ": flatten a batch into tokens" if max(q.ndim, k.ndim, v.ndim) == 4 else ""
+        raise ValueError(f"q must be [T, H, K], k [S, G, K] and v [S, G, V], {shapes}{batched}.")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"query heads must be a multiple of key/value heads, {shapes}.")
     if q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:

@@ -53,18 +53,18 @@ def read_documents(
         ValueError: boundaries that do not cover the tokens in order, or a document with more queries than keys.
     """
     bounds = []
-    for name, cu, tokens in (("cu_seqlens_q", cu_q, queries), ("cu_seqlens", cu_k, keys)):
+    for name, cu, tokens in (("cu_seqlens", cu_k, keys), ("cu_seqlens_q", cu_q, queries)):
         values = cu.tolist()
         if not values or values[0] != 0 or values[-1] != tokens or values != sorted(values):
             raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, got {_short(values)}.")
         bounds.append(values)
     if len(bounds[0]) != len(bounds[1]):
         raise ValueError(
-            f"cu_seqlens_q and cu_seqlens must divide the same documents, got {len(bounds[0]) - 1} and "
-            f"{len(bounds[1]) - 1} of them."
+            f"cu_seqlens_q and cu_seqlens must divide the same documents, got {len(bounds[1]) - 1} and "
+            f"{len(bounds[0]) - 1} of them."
         )
     documents = []
-    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(b) for b in bounds), strict=True):
+    for (k0, k1), (q0, q1) in zip(*(itertools.pairwise(b) for b in bounds), strict=True):
         if q1 - q0 > k1 - k0:
             raise ValueError(f"document {k0}..{k1} has {q1 - q0} queries but {k1 - k0} keys: give all keys so far.")
         if max_seqlen is not None and k1 - k0 > max_seqlen:

@@ -273,6 +273,9 @@ def test_registration():
     dmu.register_moba(dmu.MoBAConfig(64, 2, dense="moba_self"), "moba_self")
     with pytest.raises(ValueError, match="dense='moba_self' is MoBA itself"):
         reference_step(moba_model("llama", "moba_self"), random_batch(1, 9))
+    dmu.register_moba(dmu.MoBAConfig(64, 2, dense="nope"), "moba_nope")
+    with pytest.raises(ValueError, match="dense='nope' is no attention implementation of transformers"):
+        reference_step(moba_model("llama", "moba_nope"), random_batch(1, 9))
 
 
 # What is refused.

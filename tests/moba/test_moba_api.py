@@ -146,7 +146,7 @@ def bad(change):
         ("device", "one device, got q cpu, k meta, v cpu"),
         ("cu dtype", "cu_seqlens must be an int32 or int64 tensor .*got torch.float32 .3,."),
         ("cu list", "got list"),
-        ("cu end", "cu_seqlens_q must rise from 0 to the number of tokens, 20, got .0, 5, 19."),
+        ("cu end", "cu_seqlens must rise from 0 to the number of tokens, 20, got .0, 5, 19."),
         ("cu start", "must rise from 0"),
         ("cu order", "must rise from 0"),
         ("cu empty", "must rise from 0"),
