@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from exchange import PRESETS, Core
 from torch import Tensor
 
-LATENT = {"deepseek-v2-lite": 512, "deepseek-v3": 512, "kimi-k2": 512, "glm-4.7-flash": 512}
+#: Of every preset.
+LATENT_WIDTH = 512
 
 
 class Alone(torch.autograd.Function):
@@ -53,7 +54,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.hf.rows import with_heads
 
-    (H, N, R, V), L = PRESETS[args.preset], LATENT[args.preset]
+    (H, N, R, V), L = PRESETS[args.preset], LATENT_WIDTH
     T, dtype = args.tokens // args.ranks, pairs.DTYPES[args.dtype]
     core = Core.apply if args.core == "stand-in" else sdpa
     q, latent, shared = (torch.randn(1, T, *tail).to(dtype).requires_grad_() for tail in ((H, N + R), (L,), (R,)))
