@@ -40,8 +40,10 @@ def main() -> int:
     dmu.register_moba(config)
     build = functools.partial(train_deepspeed.build_model, attn_implementation="moba")
 
+    schedule = dmu.FullAttentionCallback(args.full_after)  # of the Trainer; a loop asks it itself
+
     def before_step(model: torch.nn.Module, step: int) -> None:
-        dmu.set_moba(model, step < args.full_after * args.steps)
+        dmu.set_moba(model, schedule.runs_moba(step, args.steps))
 
     if os.environ.get("RANK", "0") == "0":
         print(f"MoBA: blocks of {args.block} tokens, {args.topk} for each query, its own one counted")

@@ -162,6 +162,7 @@ class UlyssesMLAAttention(SequenceAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the own heads, in the layout of the call."""
         H, N, group, batch_first = q.shape[2], self.nope_dim, self.group, batch_dim_idx == 0
+        own = self.query_heads(H)
         q_TBHK = by_token(q, batch_dim_idx)
         blocks_TB1D = [by_token(x, batch_dim_idx).unsqueeze(2) for x in (latent, k_shared)]
         if group.size > 1:
@@ -169,8 +170,9 @@ class UlyssesMLAAttention(SequenceAttention):
             pending, pending_q = start_gather_tokens(blocks_TB1D, group), start_tokens_to_heads([q_TBHK], H, group)
             blocks_TB1D = GatherTokens.apply(group, batch_first, pending, *blocks_TB1D)
         latent_SBL, shared_SBR = (x.squeeze(2) for x in blocks_TB1D)
-        kv = expand(by_token(latent_SBL, batch_dim_idx), self.query_heads(H))
-        wanted = (*by_token(latent_SBL, batch_dim_idx).shape[:2], self._own_heads(H), N + self.value_dim)
+        latent = by_token(latent_SBL, batch_dim_idx)
+        kv = expand(latent, own)
+        wanted = (*latent.shape[:2], own.stop - own.start, N + self.value_dim)
         if kv.shape != wanted or kv.dtype != q.dtype:
             raise ValueError(f"expand must return kv {wanted} in {q.dtype}, got {tuple(kv.shape)} in {kv.dtype}.")
         if group.size > 1:
@@ -178,10 +180,6 @@ class UlyssesMLAAttention(SequenceAttention):
             q = by_token(q_SBMK, batch_dim_idx)
         k = _JoinKey.apply(by_token(kv[..., :N], batch_dim_idx), shared_SBR, batch_first)
         return q, k, kv[..., N:]
-
-    def _own_heads(self, heads: int) -> int:
-        own = self.query_heads(heads)
-        return own.stop - own.start
 
     def _check_latents(self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
         self._check_call(batch_dim_idx, rotary, q=q, latent=latent, k_shared=k_shared)

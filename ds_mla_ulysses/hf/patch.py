@@ -200,9 +200,10 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
 
 def _layer(module: nn.Module, kernel: LocalKernel | MoBAKernel, group: SequenceGroup, strategy: str) -> _Layer:
     if not is_mla(module):
-        packed, gathering = UlyssesAttention(kernel, group), GatherKVAttention(kernel, group)
+        packed = UlyssesAttention(kernel, group)
         if strategy == "packed":
             return _Layer(packed, kernel)
+        gathering = GatherKVAttention(kernel, group)
         heads = getattr(module.config, "num_attention_heads", group.size)
         # Full attention over gathered keys is exact too, but the last rank has the most to do.
         return _Layer(packed if heads >= group.size else gathering, kernel, gathering=gathering)

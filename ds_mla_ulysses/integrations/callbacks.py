@@ -26,8 +26,12 @@ class FullAttentionCallback(TrainerCallback):
             raise ValueError(f"after is the fraction of the steps that run MoBA, 0 to 1, got {after!r}.")
         self.after = after
 
+    def runs_moba(self, step: int, steps: int) -> bool:
+        """Whether step `step`, from 0 on, of `steps` runs MoBA."""
+        # Rounded first: 0.28 * 25 is a little more than 7.
+        return step < round(self.after * steps, 6)
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        # Rounded first: 0.28 * 25 is a little more than 7.
-        set_moba(model, state.global_step < round(self.after * state.max_steps, 6))
+        set_moba(model, self.runs_moba(state.global_step, state.max_steps))
