@@ -20,12 +20,20 @@ from ..layout.heads import HeadPartition
 class SequenceAttention(DistributedAttention):
     """DeepSpeed's `DistributedAttention` without its exchanges, for classes that bring their own."""
 
+    #: How the group's ranks may divide a sequence.
+    splits: tuple[str, ...] = ("contiguous",)
+
     def __init__(
         self,
         local_attention: Callable[..., Tensor],
         group: SequenceGroup | torch.distributed.ProcessGroup | None,
     ) -> None:
         sequence_group = SequenceGroup.of(group)
+        if sequence_group.split not in self.splits:
+            raise ValueError(
+                f"split={sequence_group.split!r} is for the strategy 'gather_kv', whose queries stay: exchanged by heads, "
+                "every rank has the same work already. Choose split='contiguous'."
+            )
         super().__init__(local_attention, sequence_group.process_group)
         self.group = sequence_group
 

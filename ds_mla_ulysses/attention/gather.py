@@ -1,17 +1,21 @@
 """Sequence parallelism that gathers keys and values, while queries stay where they are.
 
 Letters: B batch · T this rank's tokens · S all tokens (T * ranks) · H all query heads · G all key/value heads ·
-K query and key width · V value width.
+K = N+R query and key width · V value width · P = N+V · L latent width.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..comm.group import SPLITS
 from ..layout.exchange import GatherTokens
+from ..layout.split import own_runs
 from .base import SequenceAttention, by_token, check_grouped, check_output
+from .latents import Expand, Latents
 
 
 class GatherKVAttention(SequenceAttention):
@@ -26,12 +30,22 @@ class GatherKVAttention(SequenceAttention):
     the heads; but every rank holds the keys and values of all heads. What the ranks say of one token's key and value
     is summed in fp32 (or wider) and rounded once. A group of one communicates nothing.
 
+    With the split "contiguous" the last rank's queries see the most keys and the first rank's the fewest; with
+    "head_tail" causal attention is the same work on all.
+
     Args:
         local_attention: `local_attention(q, k, v, *args, first_query=r, **kwargs) -> out` in the layout that the call
             came in: q_BTHK, k_BSGK, v_BSGV -> out_BTHV. Query t has place r + t in the whole sequence. k and v are
-            strided views of the receive buffer, contiguous in the last dimension.
+            strided views, contiguous in the last dimension. With "head_tail" it is called once for each of the two
+            runs that the rank's tokens are.
         group: the sequence group, a torch ProcessGroup or a SequenceGroup.
     """
+
+    splits = SPLITS
+
+    def query_heads(self, heads: int) -> slice:
+        """All of them."""
+        return slice(0, heads)
 
     def forward(
         self,
@@ -46,12 +60,61 @@ class GatherKVAttention(SequenceAttention):
         """Attention of this rank's tokens over the whole sequence; as `UlyssesAttention.forward`."""
         self._check_call(batch_dim_idx, rotary_pos_emb, q=q, k=k, v=v)
         check_grouped(q, k, v, batch_dim_idx)
-        first_query, group = self.group.rank * q.shape[1 - batch_dim_idx], self.group
-        if group.size > 1:
+        if self.group.size > 1:
             blocks_TBGD = [by_token(x, batch_dim_idx) for x in (k, v)]
-            k, v = (
-                by_token(x, batch_dim_idx) for x in GatherTokens.apply(group, batch_dim_idx == 0, None, *blocks_TBGD)
-            )
-        out = self.local_attn(q, k, v, *args, first_query=first_query, **kwargs)
-        check_output(out, q, v)
-        return out.contiguous()
+            blocks_SBGD = GatherTokens.apply(self.group, batch_dim_idx == 0, None, *blocks_TBGD)
+            k, v = (by_token(x, batch_dim_idx) for x in blocks_SBGD)
+        return self._attend_runs(q, k, v, batch_dim_idx, args, kwargs)
+
+    def _attend_runs(
+        self, q: Tensor, k: Tensor, v: Tensor, batch_dim_idx: int, args: tuple, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Local attention of the queries here over all keys, run by run: contiguous."""
+        dim = 1 - batch_dim_idx
+        runs = own_runs(self.group, q.shape[dim])
+        parts = []
+        for run, q_run in zip(runs, q.split([run.stop - run.start for run in runs], dim), strict=True):
+            out = self.local_attn(q_run, k, v, *args, first_query=run.start, **kwargs)
+            check_output(out, q_run, v)
+            parts.append(out)
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class GatherKVMLAAttention(GatherKVAttention):
+    """`GatherKVAttention` for MLA: the latents and the shared rope key are gathered, every head is expanded everywhere.
+
+    | direction | collectives                                                  | elements sent per token |
+    |-----------|--------------------------------------------------------------|-------------------------|
+    | forward   | all-gather (latent, key)                                     | (L+R)(ranks-1)          |
+    | backward  | all-to-all (latent, key: partial sums)                       | the same                |
+
+    No way of MLA sends fewer bytes. The price: each rank expands the heads of all tokens, which is ranks times the
+    work, and holds the keys and values of all heads.
+
+    Args:
+        local_attention, group: as of `GatherKVAttention`.
+        nope_dim, rope_dim, value_dim: N, R and V.
+    """
+
+    def __init__(self, local_attention: Any, group: Any, *, nope_dim: int, rope_dim: int, value_dim: int) -> None:
+        super().__init__(local_attention, group)
+        self.latents = Latents(nope_dim, rope_dim, value_dim)
+
+    def forward(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k_shared: Tensor,
+        batch_dim_idx: int = 0,
+        rotary_pos_emb: None = None,
+        *args: Any,
+        expand: Expand,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As `UlyssesMLAAttention.forward` with latents; `expand` is asked for all heads."""
+        self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=latent, k_shared=k_shared)
+        self.latents.check(q, latent, k_shared, batch_dim_idx)
+        if self.group.size > 1:
+            latent, k_shared = self.latents.gather(latent, k_shared, batch_dim_idx, self.group)
+        k, v = self.latents.expand(latent, k_shared, batch_dim_idx, slice(0, q.shape[2]), expand)
+        return self._attend_runs(q, k, v, batch_dim_idx, args, kwargs)

@@ -14,21 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.collectives import accumulation_dtype, gather_start, sum_over_ranks
+from ..comm.collectives import gather_start, sum_over_ranks
 from ..comm.group import SequenceGroup
 from ..layout.exchange import (
-    GatherTokens,
     TokensToHeads,
     heads_to_tokens,
     join_shared_key,
     own_heads,
     return_shared_key_grad,
-    start_gather_tokens,
     start_tokens_to_heads,
     tokens_to_heads,
 )
 from ..layout.heads import HeadPartition
 from .base import SequenceAttention, by_token
+from .latents import Expand, Latents
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class UlyssesMLAAttention(SequenceAttention):
         value_dim: int,
     ) -> None:
         super().__init__(local_attention, group)
-        self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rope_dim, value_dim
+        self.latents = Latents(nope_dim, rope_dim, value_dim)
 
     def gather_shared_key(self, k_shared: Tensor, batch_dim_idx: int = 0) -> PendingKey:
         """Starts the all-gather of the shared key and returns at once.
@@ -106,7 +105,7 @@ class UlyssesMLAAttention(SequenceAttention):
         batch_dim_idx: int = 0,
         rotary_pos_emb: None = None,
         *args: Any,
-        expand: Callable[[Tensor, slice], Tensor] | None = None,
+        expand: Expand | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Attention of this rank's tokens over the whole sequence.
@@ -132,7 +131,9 @@ class UlyssesMLAAttention(SequenceAttention):
             ValueError: shapes that do not fit the widths, mixed dtypes, fewer heads than ranks.
         """
         if expand is not None:
-            self._check_latents(q, kv, k_shared, batch_dim_idx, rotary_pos_emb)
+            self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=kv, k_shared=k_shared)
+            self.latents.check(q, kv, k_shared, batch_dim_idx)
+            HeadPartition(q.shape[2], self.group.size)
             own = self._from_latents(q, kv, k_shared, batch_dim_idx, expand)
             return self._attend(*own, q.shape[2], batch_dim_idx, args, kwargs)
         pending = k_shared if isinstance(k_shared, PendingKey) else None
@@ -150,7 +151,7 @@ class UlyssesMLAAttention(SequenceAttention):
             by_token(kv, batch_dim_idx),
             pending.own_TBR,
             pending.gathered_SBR,
-            self.nope_dim,
+            self.latents.nope_dim,
             self.group,
             batch_dim_idx == 0,
         )
@@ -158,48 +159,25 @@ class UlyssesMLAAttention(SequenceAttention):
         return self._attend(*own, q.shape[2], batch_dim_idx, args, kwargs)
 
     def _from_latents(
-        self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, expand: Callable[[Tensor, slice], Tensor]
+        self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, expand: Expand
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the own heads, in the layout of the call."""
-        H, N, group, batch_first = q.shape[2], self.nope_dim, self.group, batch_dim_idx == 0
-        own = self.query_heads(H)
-        q_TBHK = by_token(q, batch_dim_idx)
-        blocks_TB1D = [by_token(x, batch_dim_idx).unsqueeze(2) for x in (latent, k_shared)]
+        H, group, latents = q.shape[2], self.group, self.latents
         if group.size > 1:
+            q_TBHK = by_token(q, batch_dim_idx)
             # The latents leave first, and are expanded while the queries travel.
-            pending, pending_q = start_gather_tokens(blocks_TB1D, group), start_tokens_to_heads([q_TBHK], H, group)
-            blocks_TB1D = GatherTokens.apply(group, batch_first, pending, *blocks_TB1D)
-        latent_SBL, shared_SBR = (x.squeeze(2) for x in blocks_TB1D)
-        latent = by_token(latent_SBL, batch_dim_idx)
-        kv = expand(latent, own)
-        wanted = (*latent.shape[:2], own.stop - own.start, N + self.value_dim)
-        if kv.shape != wanted or kv.dtype != q.dtype:
-            raise ValueError(f"expand must return kv {wanted} in {q.dtype}, got {tuple(kv.shape)} in {kv.dtype}.")
+            pending = latents.start_gather(latent, k_shared, batch_dim_idx, group)
+            pending_q = start_tokens_to_heads([q_TBHK], H, group)
+            latent, k_shared = latents.gather(latent, k_shared, batch_dim_idx, group, pending)
+        k, v = latents.expand(latent, k_shared, batch_dim_idx, self.query_heads(H), expand)
         if group.size > 1:
-            (q_SBMK,) = TokensToHeads.apply(H, group, batch_first, pending_q, q_TBHK)
+            (q_SBMK,) = TokensToHeads.apply(H, group, batch_dim_idx == 0, pending_q, q_TBHK)
             q = by_token(q_SBMK, batch_dim_idx)
-        k = _JoinKey.apply(by_token(kv[..., :N], batch_dim_idx), shared_SBR, batch_first)
-        return q, k, kv[..., N:]
-
-    def _check_latents(self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
-        self._check_call(batch_dim_idx, rotary, q=q, latent=latent, k_shared=k_shared)
-        K, R = self.nope_dim + self.rope_dim, self.rope_dim
-        rows = "[B, T" if batch_dim_idx == 0 else "[T, B"
-        if q.ndim != 4 or q.shape[-1] != K or latent.ndim != 3 or latent.shape[:2] != q.shape[:2]:
-            raise ValueError(
-                f"with expand, q must be {rows}, H, {K}] and the latent {rows}, L]; got q {tuple(q.shape)}, latent "
-                f"{tuple(latent.shape)}."
-            )
-        self._check_shared(q, k_shared, rows, R)
-        HeadPartition(q.shape[2], self.group.size)
-
-    def _check_shared(self, q: Tensor, k_shared: Tensor, rows: str, R: int) -> None:
-        if k_shared.shape != (*q.shape[:2], R):
-            raise ValueError(f"k_shared must be {rows}, {R}], {(*q.shape[:2], R)}; got {tuple(k_shared.shape)}.")
+        return q, k, v
 
     def _check(self, q: Tensor, kv: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
         self._check_call(batch_dim_idx, rotary, q=q, kv=kv, k_shared=k_shared)
-        N, R, V = self.nope_dim, self.rope_dim, self.value_dim
+        N, R, V = self.latents.nope_dim, self.latents.rope_dim, self.latents.value_dim
         rows, names = ("[B, T" if batch_dim_idx == 0 else "[T, B"), [("q", q, N + R), ("kv", kv, N + V)]
         for name, x, width in names:
             if x.ndim != 4 or x.shape[-1] != width or x.shape[:3] != q.shape[:3]:
@@ -207,26 +185,8 @@ class UlyssesMLAAttention(SequenceAttention):
                     f"{name} must be {rows}, H, {width}] with the rows and heads of q (nope {N}, rope {R}, value {V}); "
                     f"got {name} {tuple(x.shape)}, q {tuple(q.shape)}."
                 )
-        self._check_shared(q, k_shared, rows, R)
+        self.latents.check_shared(q, k_shared, batch_dim_idx)
         HeadPartition(q.shape[2], self.group.size)
-
-
-class _JoinKey(torch.autograd.Function):
-    """k_SBMN and the shared key_SBR, which all have -> K of the own heads, in the layout of the call.
-
-    Backward: the own heads' gradient of the shared key is summed in fp32 (or wider) and rounded once.
-    """
-
-    @staticmethod
-    def forward(ctx, k_nope_SBMN: Tensor, shared_SBR: Tensor, batch_first: bool) -> Tensor:
-        ctx.batch_first, ctx.nope_dim = batch_first, k_nope_SBMN.shape[-1]
-        return join_shared_key(k_nope_SBMN, shared_SBR, batch_first)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        grad_SBMK = grad.transpose(0, 1) if ctx.batch_first else grad
-        of_nope, of_shared = grad_SBMK.split([ctx.nope_dim, grad.shape[-1] - ctx.nope_dim], dim=-1)
-        return of_nope, of_shared.sum(2, dtype=accumulation_dtype(grad.dtype)).to(grad.dtype), None
 
 
 class _PackedExchange(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.group import SequenceGroup
+from ..comm.group import SPLITS, SequenceGroup
 from ..moba import MoBAConfig, moba_attention
 from .base import SequenceAttention
 from .gather import GatherKVAttention
@@ -43,6 +43,8 @@ class UlyssesMoBAAttention(SequenceAttention):
     Raises:
         ValueError: an unknown strategy, a config with numbers for each layer.
     """
+
+    splits = SPLITS  # the exchange that it takes knows which are its own
 
     def __init__(
         self,

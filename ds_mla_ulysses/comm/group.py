@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
+#: How ranks divide a sequence; `layout.split` says which tokens those are.
+SPLITS = ("contiguous", "head_tail")
+
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks that hold consecutive parts of the same sequences; built once and passed on.
+    """The ranks that hold parts of the same sequences; built once and passed on.
 
     Attributes:
         process_group: the torch process group, or None for a group of one, which communicates nothing.
-        rank: this process's place in the group: it holds tokens [rank*T, (rank+1)*T).
+        rank: this process's place in the group.
         size: number of ranks.
+        split: "contiguous": this rank holds tokens [rank*T, (rank+1)*T). "head_tail": of 2*size equal chunks of the
+            sequence it holds two, `rank` from the front and `rank` from the back, so that causal attention of its
+            queries is as much work as any other rank's.
     """
 
     process_group: dist.ProcessGroup | None
     rank: int
     size: int
+    split: str = "contiguous"
+
+    def with_split(self, split: str) -> SequenceGroup:
+        """The same ranks, dividing sequences otherwise.
+
+        Raises:
+            ValueError: an unknown split.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}.")
+        return replace(self, split=split)
 
     @classmethod
     def of(cls, group: SequenceGroup | dist.ProcessGroup | None) -> SequenceGroup:

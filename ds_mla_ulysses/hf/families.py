@@ -127,10 +127,10 @@ def is_mla(module: nn.Module) -> bool:
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """The modules that call transformers' attention interface, MLA or not, in order."""
-    return [m for m in model.modules() if is_mla(m) or "get_interface" in _names(m)]
+    return [m for m in model.modules() if is_mla(m) or "get_interface" in names_of(m)]
 
 
-def _names(module: nn.Module) -> set[str]:
+def names_of(module: nn.Module) -> set[str]:
     """The names that a module's own forward uses, beneath decorators and offloading hooks."""
     code = getattr(inspect.unwrap(vars(module).get("_old_forward", module.forward)), "__code__", None)
     if code is None:
@@ -168,7 +168,7 @@ def _refuse_model(name: str, model: nn.Module, text_model: nn.Module, layers: li
             f"{name} has layers of type {', '.join(others)}, whose masks are not followed by this package (only "
             f"{' and '.join(sorted(_LAYER_TYPES))} are): {_ALONE}."
         )
-    masks = {word for word in _names(text_model) if word.startswith("create_") and word.endswith("_mask")} - _MASKS
+    masks = {word for word in names_of(text_model) if word.startswith("create_") and word.endswith("_mask")} - _MASKS
     if masks or getattr(config, "use_bidirectional_attention", False):
         what = ", ".join(sorted(masks)) or "use_bidirectional_attention"
         raise UnsupportedModelError(f"{name} masks by more than causality, documents and windows ({what}): {_ALONE}.")
@@ -205,24 +205,10 @@ def refuse_lost_window(name: str, layer: nn.Module) -> None:
         return
     types, index = getattr(config, "layer_types", None), getattr(layer, "layer_idx", None)
     slides = types is None or index is None or types[index] == "sliding_attention"
-    if slides and not is_mla(layer) and "sliding_window" not in _names(layer):
+    if slides and not is_mla(layer) and "sliding_window" not in names_of(layer):
         raise UnsupportedModelError(
             f"{name} does not hand its sliding window to the attention function, so it would be lost: set "
             f"config.sliding_window = None if no sequence is longer, or {_ALONE} and without MoBA."
-        )
-
-
-def refuse_latents(layer: nn.Module) -> None:
-    """Refuses a layer whose own heads cannot be expanded by themselves."""
-    if not is_mla(layer):
-        raise UnsupportedModelError(
-            f"strategy='latent_kv' is for MLA, {type(layer).__name__} has no latents: choose 'packed'."
-        )
-    if type(layer.kv_b_proj) is not nn.Linear:
-        raise UnsupportedModelError(
-            f"strategy='latent_kv' takes rows of kv_b_proj's weight, but {type(layer).__name__}.kv_b_proj is a "
-            f"{type(layer.kv_b_proj).__name__} (an adapter or a quantised layer), of which rows would be wrong: choose "
-            "'packed', which calls it whole."
         )
 
 
@@ -238,7 +224,7 @@ def _refuse_mla_layer(name: str, layer: nn.Module) -> None:
             "comes with remote code, load it natively (without trust_remote_code, for example as deepseek_v3); "
             "otherwise upgrade to transformers >= 5.15."
         )
-    if not {"expand_kv", "get_interface"} <= _names(layer):
+    if not {"expand_kv", "get_interface"} <= names_of(layer):
         raise UnsupportedModelError(
             f"{name}: the forward of {type(layer).__name__} does not call expand_kv and the attention interface (a fused "
             "kernel replaces it), so its heads cannot be exchanged: load the model without fused MLA kernels "

@@ -23,6 +23,7 @@ class Handle:
         data_rank, data_size: `rank` and `num_replicas` for a sampler, so that the ranks of a group
             read the same data and groups read different data.
         strategy: what travels between ranks.
+        split: which tokens of a sequence a rank holds.
         is_restored: whether `restore` was called.
         owes_loss: whether a sharded forward with gradients was not followed by a loss of the whole group yet;
             only with `by_batch`.
@@ -44,6 +45,10 @@ class Handle:
         self._engine: Any = None
         self.is_restored = False
         self.owes_loss = False
+
+    @property
+    def split(self) -> str:
+        return self.group.split
 
     def attach_engine(self, engine: Any) -> None:
         """From here on, gradients of `loss` carry what this DeepSpeed engine divides by."""

@@ -1,18 +1,24 @@
-"""The local attention: the Hugging Face function that the user chose, on whole sequences of the own heads.
+"""The local attention: the Hugging Face function that the user chose, over whole sequences.
 
-Letters: B batch · S all tokens · M own query heads · G own key-value heads · K key width · V value width.
+Letters: B batch · T queries here · S all tokens · M query heads here · G key-value heads here · K key width · V value
+width.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from ..layout.documents import Documents
+from ..moba import moba_attention
+from ..moba.grid import seen_by_queries
 
 #: Arguments of attention functions that change the result and that this exchange does not carry.
 _REFUSED = ("position_bias", "head_mask", "indices", "block_indices")
@@ -25,6 +31,10 @@ class LocalKernel:
 
     sdpa: one causal call per document, so that no S x S mask ever exists; with a window, one call per
     block of queries. flash: cu_seqlens. flex: a block mask. eager: an explicit mask, quadratic in S.
+
+    Queries may be a run of the sequence, [first_query, first_query + T), with all of its keys. Then a causal call is
+    aligned at its last query and its last key; sdpa has it as `causal_lower_right`, which on a CPU would make a mask
+    of all scores: there, what the queries see before themselves and among themselves is computed apart and merged.
 
     Args:
         module: the attention module; only looked at.
@@ -86,85 +96,133 @@ class LocalKernel:
         documents: Documents,
         scaling: float | None,
         window: int | None = None,
+        first_query: int = 0,
         **settings: Any,
     ) -> Tensor:
-        """q_BSMK, k_BSGK, v_BSGV -> out_BSMV.
+        """q_BTMK, k_BSGK, v_BSGV -> out_BTMV.
 
         Args:
             window: how many tokens back a token sees, itself included.
+            first_query: the place of the first query in the sequence.
             **settings: further arguments of the function; `s_aux` (attention sinks) of the own heads.
         """
         # The function may look at the module: for how often keys repeat here, and for sinks.
         own = {"num_key_value_groups": q.shape[2] // k.shape[2]}
         if settings.get("s_aux") is not None:
             own["sinks"] = settings["s_aux"]
-        call = partial(
-            self._call, _StandIn(self.module, config=self.config, **own), dropout=0.0, scaling=scaling, **settings
-        )
-        return self._attend(call, *(x.transpose(1, 2) for x in (q, k, v)), documents, window)
+        call = _Call(self.function, _StandIn(self.module, config=self.config, **own), scaling, settings)
+        return self._attend(call, *(x.transpose(1, 2) for x in (q, k, v)), documents, window, first_query)
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """The unpatched call, [B, H, S, .] as Hugging Face hands them."""
         return self.function(_StandIn(self.module, config=self.config), q, k, v, attention_mask, **kwargs)
 
-    def _call(self, module: _StandIn, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Tensor:
-        return self.function(module, q, k, v, mask, **kwargs)[0]
-
-    def _per_document(self, call, q, k, v, documents: Documents, window):
+    def _per_document(self, call, q, k, v, documents: Documents, window, first):
+        last = first + q.shape[2]
         if documents.one_per_row:
-            return _causal(call, q, k, v, window)
-        rows: dict[int | None, list[Tensor]] = {}
-        for row, start, end in documents.segments:
-            part = (x[slice(None) if row is None else slice(row, row + 1), :, start:end] for x in (q, k, v))
-            rows.setdefault(row, []).append(_causal(call, *part, window))
-        return without_padding(torch.cat([torch.cat(parts, dim=1) for parts in rows.values()]), documents)
+            return _causal(call, q, k[:, :, :last], v[:, :, :last], window)
+        by_row = [list(found) for _, found in itertools.groupby(documents.segments, key=lambda segment: segment[0])]
+        # Parts, not slices: each slice's backward would write a gradient of full length.
+        rows = zip(by_row, *(x.split(1 if len(by_row) > 1 else len(x)) for x in (q, k, v)), strict=True)
+        out = []
+        for segments, q_row, k_row, v_row in rows:
+            seen = [(start, min(end, last)) for _, start, end in segments if start < last and end > first]
+            keys = [seen[0][0], *(end - start for start, end in seen), k.shape[2] - last]
+            queries = [end - max(start, first) for start, end in seen]
+            parts = zip(q_row.split(queries, 2), *(x.split(keys, 2)[1:-1] for x in (k_row, v_row)), strict=True)
+            out.append(torch.cat([_causal(call, *part, window) for part in parts], dim=1))
+        return without_padding(torch.cat(out), documents, first)
 
-    def _eager(self, call, q, k, v, documents: Documents, window):
-        allowed = documents.allowed_B1SS
-        if window is not None:
-            allowed = allowed & _in_window(0, documents.length, 0, documents.length, window, q.device)
-        mask = torch.zeros_like(allowed, dtype=q.dtype)
-        # Eager functions take the softmax in fp32, where the lowest fp64 number is -inf and an empty row NaN.
-        lowest = max(torch.finfo(q.dtype).min, torch.finfo(torch.float32).min)
-        mask.masked_fill_(~allowed, lowest)
-        return call(q, k, v, mask)
+    def _eager(self, call, q, k, v, documents: Documents, window, first):
+        T, S = q.shape[2], k.shape[2]
+        key = "eager", window, first, T, q.dtype
+        if key not in documents.cache:
+            allowed = documents.allowed_B1TS(first, T)
+            if window is not None:
+                allowed = allowed & _in_window(first, first + T, 0, S, window, q.device)
+            mask = torch.zeros_like(allowed, dtype=q.dtype)
+            # Eager functions take the softmax in fp32, where the lowest fp64 number is -inf and an empty row NaN.
+            lowest = max(torch.finfo(q.dtype).min, torch.finfo(torch.float32).min)
+            documents.cache[key] = mask.masked_fill_(~allowed, lowest)
+        return call(q, k, v, documents.cache[key])
 
-    def _varlen(self, call, q, k, v, documents: Documents, window):
-        call = partial(call, q, k, v, None, is_causal=True, sliding_window=window)
+    def _varlen(self, call, q, k, v, documents: Documents, window, first):
+        (B, _, T, _), S = q.shape, k.shape[2]
+        call = partial(call, is_causal=True, sliding_window=window)
         if documents.one_per_row:
-            return call()
-        lengths = {"cu_seq_lens_q": documents.cu_seqlens, "cu_seq_lens_k": documents.cu_seqlens}
-        longest = {"max_length_q": documents.longest, "max_length_k": documents.longest}
-        return without_padding(call(**lengths, **longest), documents)
+            return call(q, k[:, :, : first + T], v[:, :, : first + T])
+        if T == S:
+            lengths = {"cu_seq_lens_q": documents.cu_seqlens, "cu_seq_lens_k": documents.cu_seqlens}
+            longest = {"max_length_q": documents.longest, "max_length_k": documents.longest}
+            return without_padding(call(q, k, v, **lengths, **longest), documents)
+        key = "varlen", first, T
+        if key not in documents.cache:
+            rows, cu_q, cu_k = seen_by_queries(documents.cu_seqlens.tolist(), B, T, S, first)
+            longest = {"max_length_q": int(cu_q.diff().max()), "max_length_k": int(cu_k.diff().max())}
+            lengths = {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k}
+            lengths = {name: cu.to(q.device, torch.int32) for name, cu in lengths.items()}
+            documents.cache[key] = rows, lengths | longest
+        rows, lengths = documents.cache[key]
+        out = call(_one_row(q, [slice(None)] * B), _one_row(k, rows), _one_row(v, rows), **lengths)
+        return without_padding(out.view(B, T, *out.shape[2:]), documents, first)
 
-    def _flex(self, call, q, k, v, documents: Documents, window):
+    def _flex(self, call, q, k, v, documents: Documents, window, first):
         from torch.nn.attention.flex_attention import create_block_mask
 
-        if ("flex", window) not in documents.kernel_cache:
+        T, S = q.shape[2], k.shape[2]
+        key = "flex", window, first, T
+        if key not in documents.cache:
             ids_BS = documents.ids_BS
 
-            def seen(b, h, i, j):
+            def seen(b, h, query, j):
+                i = query + first
                 same_document = (i >= j) & (ids_BS[b, i] == ids_BS[b, j]) & (ids_BS[b, j] > 0)
                 return same_document if window is None else same_document & (i - j < window)
 
-            documents.kernel_cache["flex", window] = create_block_mask(
-                seen, documents.batch, None, documents.length, documents.length, device=q.device
-            )
-        return call(q, k, v, documents.kernel_cache["flex", window])
+            documents.cache[key] = create_block_mask(seen, documents.batch, None, T, S, device=q.device)
+        return call(q, k, v, documents.cache[key])
 
 
-def _causal(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """One document [B, H, n, .], causal, without a mask that is quadratic in n."""
-    n = q.shape[2]
-    if window is None or n <= window:
+@dataclass(frozen=True)
+class _Call:
+    """The attention function with what is the same for all of a layer's calls; it returns [B, T, H, V]."""
+
+    function: Callable[..., tuple[Tensor, Any]]
+    module: _StandIn
+    scaling: float | None
+    settings: dict[str, Any]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Tensor:
+        kwargs |= self.settings
+        return self.function(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)[0]
+
+
+def _one_row(x_BHSD: Tensor, rows: list[slice]) -> Tensor:
+    """Some tokens of each row, one row after the other: [1, H, tokens, D]."""
+    parts = [x[:, :, tokens] for x, tokens in zip(x_BHSD.split(1), rows, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _causal(call: _Call, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """The last queries of one document [B, H, n, .], causal, without a mask that is quadratic in n: [B, n, H, V]."""
+    (n, keys), device = (q.shape[2], k.shape[2]), q.device
+    first = keys - n
+    if window is not None and keys > window:
+        parts = []
+        for start in range(0, n, _WINDOW_BLOCK):
+            stop, begin = min(n, start + _WINDOW_BLOCK), max(0, first + start - window + 1)
+            mask = _in_window(first + start, first + stop, begin, first + stop, window, device)
+            seen = slice(begin, first + stop)
+            parts.append(call(q[:, :, start:stop], k[:, :, seen], v[:, :, seen], mask[None, None], is_causal=False))
+        return torch.cat(parts, dim=1)
+    if not first:
         return call(q, k, v, None, is_causal=True)
-    parts = []
-    for start in range(0, n, _WINDOW_BLOCK):
-        stop, first = min(n, start + _WINDOW_BLOCK), max(0, start - window + 1)
-        mask = _in_window(start, stop, first, stop, window, q.device)
-        keys = slice(first, stop)
-        parts.append(call(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], mask[None, None], is_causal=False))
-    return torch.cat(parts, dim=1)
+    if n == 1:
+        return call(q, k, v, None, is_causal=False)
+    if device.type == "cpu":  # one block holds the document
+        heads_last = (x.transpose(1, 2) for x in (q, k, v))
+        return moba_attention(*heads_last, keys, 1, scale=call.scaling, implementation="torch")
+    return call(q, k, v, causal_lower_right(n, keys), is_causal=False)
 
 
 def _in_window(start: int, stop: int, first: int, last: int, window: int, device: torch.device) -> Tensor:

@@ -236,23 +236,14 @@ class MoBAKernel:
         **settings: Any,
     ) -> Tensor:
         """q_BTHK, k_BSGK, v_BSGV -> out_BTHV; the queries are [first_query, first_query + T) of the S tokens."""
-        T, S = q.shape[1], k.shape[1]
-        if self.is_full and T == S:
-            return self.dense(q, k, v, documents=documents, scaling=scaling, window=window, **settings)
         if self.is_full:
-            blocks = S, 1  # one block holds each document
-            if settings or (window is not None and window < S):
-                raise ValueError(
-                    "full attention with a sliding window, a soft cap or sinks wants all queries of a row here: call "
-                    "generate(use_cache=False); for training choose strategy='packed', with no more ranks than heads."
-                )
-        else:
-            blocks = self.blocks
+            settings |= {"documents": documents, "scaling": scaling, "window": window, "first_query": first_query}
+            return self.dense(q, k, v, **settings)
         out = moba_attention(
             q,
             k,
             v,
-            *blocks,
+            *self.blocks,
             cu_seqlens=None if documents.one_per_row else documents.cu_seqlens,
             first_query=first_query,
             scale=scaling,

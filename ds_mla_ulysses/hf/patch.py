@@ -5,7 +5,8 @@ What is replaced, on this model only (every entry is put back by `Handle.restore
 | where                       | what                                                                             |
 |-----------------------------|----------------------------------------------------------------------------------|
 | each attention module       | `config` is a copy that names our function; with MLA, `expand_kv` hands the latents through |
-| its `kv_b_proj`             | with "latent_kv": a forward that takes heads too                                 |
+| its projections             | with the latent strategies: a forward that takes heads too                       |
+| the attention module        | with "latent_qkv": a forward on the latents of all tokens (`latents`)            |
 | the text model              | `config` is that copy (so no local mask is built); a forward pre-hook            |
 | its rotary embedding        | hooks, where its frequencies depend on the longest position                      |
 | the given model             | a forward pre-hook that refuses what would be wrong on a part of the sequence    |
@@ -14,8 +15,7 @@ and one entry, under a name of our own, is added to transformers' attention func
 forward is sequence-parallel is told by its `Documents`, a keyword argument that Hugging Face hands
 down to the attention function, recomputation included: nothing about a forward is kept on the model.
 
-Letters: B batch · T this rank's tokens · H heads · G key-value heads · L latent · R rope key · K, V head
-widths · P = N+V.
+Letters: B batch · T this rank's tokens · H heads · G key-value heads · K, V head widths.
 """
 
 from __future__ import annotations
@@ -32,26 +32,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..attention.gather import GatherKVAttention
-from ..attention.mla import UlyssesMLAAttention
-from ..attention.ulysses import UlyssesAttention
 from ..comm.group import SequenceGroup, gather_objects, raise_first, split_world
 from ..layout.batch import SHARDED
 from ..layout.documents import Documents, gather_documents
-from ..layout.heads import HeadPartition
-from .families import TESTED, AttentionModel, MLAWidths, find_attention, is_mla, is_patched, refuse_latents
+from .calls import by_name, is_given
+from .families import TESTED, AttentionModel, find_attention, is_mla, is_patched
 from .handle import Handle
 from .kernel import LocalKernel, as_autocast
+from .latents import DOCUMENTS
 from .moba import MoBAKernel, kernel_of
-from .rows import with_heads
+from .strategies import LayerStrategy, check_layer, check_strategy, strategy_of
 
 #: Our entry in transformers' attention functions. Without "flash" in it: transformers looks for that.
 ATTENTION_NAME = "ds_mla_ulysses"
-#: The keyword argument in which the documents of a forward travel to its attention calls.
-DOCUMENTS = "ulysses_documents"
 #: The keyword argument that tells the text model's hook what is wrong with the whole model's arguments.
 PROBLEM = "ulysses_problem"
-STRATEGIES = ("packed", "latent_kv", "gather_kv")
 
 _NO_ATTENTIONS = "output_attentions is not supported under sequence parallelism."
 _REFUSED_OF_MODEL = {
@@ -83,6 +78,7 @@ def parallelize(
     sp_size: int | None = None,
     group: SequenceGroup | dist.ProcessGroup | None = None,
     strategy: str = "packed",
+    split: str = "contiguous",
     by_batch: bool = False,
 ) -> Handle:
     """Makes a Hugging Face decoder attend over sequences that ranks share.
@@ -95,11 +91,16 @@ def parallelize(
         model: a transformers >= 5.15 model with MLA, multi-head, grouped or multi-query attention.
         sp_size: ranks that share a sequence, consecutive ones; all ranks of the job by default.
         group: the process group to use instead; the groups of all ranks must divide the world evenly.
-        strategy: "packed": what the heads need travels in one all-to-all; the shared key of MLA is gathered.
-            "latent_kv", for MLA: queries travel by heads, the KV latent and the shared key are gathered, and each rank
-            expands its own heads of all tokens.
-            "gather_kv", for models that run MoBA over ordinary heads: the keys and values of all heads are gathered,
-            queries stay; layers with full attention are packed as ever, if there are as many heads as ranks.
+        strategy: what travels.
+            "packed": what the heads need, in one all-to-all; the shared key of MLA is gathered.
+            "latent_kv", for MLA: queries by heads; the KV latent and the shared key are gathered, and each rank expands
+            its own heads of all tokens.
+            "latent_qkv", for MLA with a query latent: that is gathered too, and queries do not travel.
+            "gather_kv": keys and values of all heads are gathered, with MLA its latent and shared key, of which each
+            rank expands all heads; queries stay, and there can be fewer heads than ranks.
+        split: which tokens of a sequence a rank holds. "contiguous": the same number of consecutive ones. "head_tail",
+            for gather_kv: one chunk from the front and one from the back, which makes causal attention the same work
+            on all ranks.
         by_batch: only forwards that are given `ulysses_sharded=True`, as the batches of
             `ShardedDataLoader` have it, are sequence-parallel, and all others those of the plain model. By
             default all are, but for those inside `handle.paused()`.
@@ -109,11 +110,10 @@ def parallelize(
 
     Raises:
         UnsupportedModelError: the model would be silently wrong; says what to do instead.
-        ValueError: fewer heads than ranks, bad groups, an unknown strategy.
+        ValueError: fewer heads than ranks, bad groups, an unknown strategy, a split that it does not have.
         RuntimeError: the model is parallelized already.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {list(STRATEGIES)}, got {strategy!r}.")
+    check_strategy(strategy, split)
     if sp_size is not None and (not isinstance(sp_size, int) or sp_size < 1):
         raise ValueError(f"sp_size must be a positive number of ranks, got {sp_size!r}.")
     if sp_size is not None and group is not None:
@@ -130,18 +130,9 @@ def parallelize(
     kernels = [kernel_of(layer, layer.config) for layer in found.layers]
     _init_distributed()
     sequence_group, data_rank, data_size = _groups(sp_size, group)
-    if strategy == "gather_kv" and not all(isinstance(k, MoBAKernel) and not is_mla(k.module) for k in kernels):
-        raise ValueError(
-            "strategy='gather_kv' is for models that run MoBA (attn_implementation='moba') over ordinary heads: choose "
-            "'packed'."
-        )
-    if strategy == "latent_kv":
-        for layer in found.layers:
-            refuse_latents(layer)
-    for layer in found.layers if strategy != "gather_kv" else ():
-        heads = MLAWidths.of(layer).heads if is_mla(layer) else getattr(layer.config, "num_attention_heads", None)
-        if heads is not None:
-            HeadPartition(heads, sequence_group.size)
+    sequence_group = sequence_group.with_split(split)
+    for layer in found.layers:
+        check_layer(layer, strategy, sequence_group.size)
     patch = _Patch(model, found, sequence_group, kernels, strategy, by_batch)
     handle = Handle(model, sequence_group, data_rank, data_size, strategy, patch.pause, patch.undo)
     patch.attach(handle)
@@ -164,11 +155,9 @@ class _NotCopied:
 class _Layer(_NotCopied):
     """What the attention function needs of one patched module."""
 
-    attention: UlyssesMLAAttention | UlyssesAttention
     kernel: LocalKernel | MoBAKernel
-    expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # of MLA
-    expand: Callable[[Tensor, slice], Tensor] | None = None  # of MLA whose latents travel
-    gathering: GatherKVAttention | None = None  # takes the place of `attention` while the kernel runs MoBA
+    strategy: LayerStrategy
+    expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # of MLA
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):
@@ -181,41 +170,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
         return layer.kernel.plain(query, key, value, attention_mask, **kwargs)
     settings = layer.kernel.settings(documents, **kwargs)
     query, key, value = as_autocast(query, key, value)
-    query_BTHK = query.transpose(1, 2)
-    if layer.expand_kv is None:
-        if settings.get("s_aux") is not None:
-            settings["s_aux"] = settings["s_aux"][layer.attention.query_heads(query.shape[1])]
-        attention = layer.attention if layer.gathering is None or layer.kernel.is_full else layer.gathering
-        out_BTHV = attention(query_BTHK, key.transpose(1, 2), value.transpose(1, 2), 0, None, **settings)
-    elif layer.expand is not None:
-        latent_BTL, k_shared_BTR = key.squeeze(1), value.squeeze(1)
-        out_BTHV = layer.attention(query_BTHK, latent_BTL, k_shared_BTR, 0, None, expand=layer.expand, **settings)
-    else:
-        # First the gather, then the projection under which it travels.
-        pending = layer.attention.gather_shared_key(value.squeeze(1))
-        kv_BTHP = module.kv_b_proj(key).unflatten(-1, (query.shape[1], -1)).squeeze(1)
-        out_BTHV = layer.attention(query_BTHK, kv_BTHP, pending, 0, None, **settings)
-    return out_BTHV, None
-
-
-def _layer(module: nn.Module, kernel: LocalKernel | MoBAKernel, group: SequenceGroup, strategy: str) -> _Layer:
-    if not is_mla(module):
-        packed = UlyssesAttention(kernel, group)
-        if strategy == "packed":
-            return _Layer(packed, kernel)
-        gathering = GatherKVAttention(kernel, group)
-        heads = getattr(module.config, "num_attention_heads", group.size)
-        # Full attention over gathered keys is exact too, but the last rank has the most to do.
-        return _Layer(packed if heads >= group.size else gathering, kernel, gathering=gathering)
-    widths = MLAWidths.of(module)
-    attention = UlyssesMLAAttention(kernel, group, nope_dim=widths.nope, rope_dim=widths.rope, value_dim=widths.value)
-    expand = None
-    if strategy == "latent_kv":
-
-        def expand(latent_BSL: Tensor, heads: slice) -> Tensor:
-            return module.kv_b_proj(latent_BSL, heads).unflatten(-1, (heads.stop - heads.start, -1))
-
-    return _Layer(attention, kernel, module.expand_kv, expand)
+    return layer.strategy.attend(query.transpose(1, 2), key, value, settings), None
 
 
 def _latents_as_they_are(kv_nope_B1TL: Tensor, k_rot_B1TR: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,13 +210,13 @@ class _Patch(_NotCopied):
         for layer, kernel in zip(found.layers, kernels, strict=True):
             layer_config = copy.copy(layer.config)
             layer_config._attn_implementation_internal = ATTENTION_NAME
+            way = strategy_of(layer, kernel, group, strategy)
             # Straight into the instance's dict: an assigned module would appear among its submodules.
-            self._replace(layer, "_ulysses", _layer(layer, kernel, group, strategy))
+            self._replace(layer, "_ulysses", _Layer(kernel, way, layer.expand_kv if is_mla(layer) else None))
             if is_mla(layer):
                 self._replace(layer, "expand_kv", _latents_as_they_are)
-                if strategy == "latent_kv":
-                    heads = MLAWidths.of(layer).heads
-                    self._replace(layer.kv_b_proj, "forward", with_heads(layer.kv_b_proj, heads))
+            for replaced in way.replaced:
+                self._replace(*replaced)
             self._replace(layer, "config", layer_config)
         hooks = [
             self.text_model.register_forward_pre_hook(self._before_text_model, with_kwargs=True),
@@ -310,13 +265,13 @@ class _Patch(_NotCopied):
     # it goes along to the text model's hook, which exchanges it with the shapes.
     def _before_model(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
         """Finds inputs of the whole model that would be wrong on a part of the sequence."""
-        given = _by_name(self.model_signature, args, kwargs)
+        given = by_name(self.model_signature, args, kwargs)
         if self._is_plain(given.get(SHARDED)):
             return None
         # With shift_labels a model's own loss is at least that of its tokens, of which the Trainer makes the whole.
         labels_fit = self.by_batch and given.get("shift_labels") is not None
         for names, problem in _REFUSED_OF_MODEL.items():
-            if any(_is_given(given.get(name)) for name in names) and not (labels_fit and "labels" in names):
+            if any(is_given(given.get(name)) for name in names) and not (labels_fit and "labels" in names):
                 given |= dict.fromkeys(set(names) & set(given))
                 return (), given | {PROBLEM: problem}
         return None
@@ -341,10 +296,10 @@ class _Patch(_NotCopied):
                 "the attention implementation of a parallelized model was changed: call handle.restore() first, then "
                 "set_attn_implementation, then parallelize."
             )
-        given = _by_name(self.signature, args, kwargs)
+        given = by_name(self.signature, args, kwargs)
         problem = given.pop(PROBLEM, None)
         for names, text in _REFUSED_OF_TEXT_MODEL.items():
-            if any(_is_given(given.get(name)) for name in names):
+            if any(is_given(given.get(name)) for name in names):
                 problem = problem or text
         if getattr(text_model.config, "output_attentions", False):
             problem = problem or _NO_ATTENTIONS
@@ -376,7 +331,7 @@ class _Patch(_NotCopied):
     def _before_rotary(self, rotary: nn.Module, args: tuple, kwargs: dict):
         if self._in_plain_forward or self.group.size == 1:
             return None
-        arguments = _by_name(inspect.signature(rotary.forward), args, kwargs)
+        arguments = by_name(inspect.signature(rotary.forward), args, kwargs)
         positions = arguments["position_ids"]
         longest = positions.max().reshape(1).clone()
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group.process_group)
@@ -387,19 +342,6 @@ class _Patch(_NotCopied):
         if self._in_plain_forward or self.group.size == 1:
             return None
         return tuple(x[:, :-1] for x in out) if isinstance(out, tuple) else out[:, :-1]
-
-
-def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by keyword."""
-    bound = dict(signature.bind_partial(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            bound.update(bound.pop(name, {}))
-    return bound
-
-
-def _is_given(value: Any) -> bool:
-    return isinstance(value, Tensor) or (value is not None and value is not False and value != 0)
 
 
 def _depends_on_longest(module: nn.Module) -> bool:

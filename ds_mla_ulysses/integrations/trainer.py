@@ -36,9 +36,11 @@ from torch import Tensor, nn
 from ..comm.group import SequenceGroup
 from ..hf.handle import Handle
 from ..hf.moba import implementations_of
-from ..hf.patch import STRATEGIES, handle_of, parallelize
+from ..hf.patch import handle_of, parallelize
+from ..hf.strategies import check_strategy
 from ..layout.batch import SHARDED, exchange_batches
 from ..layout.loss import count_items, sequence_loss, sum_of_losses
+from ..layout.split import in_order
 from .dataloader import ShardedDataLoader
 from .deepspeed import build_engine, init_deepspeed_on_cpu, load_config
 
@@ -49,7 +51,7 @@ _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 _installation: _Installation | None = None
 
 
-def install(*, sp_in_eval: bool = False, strategy: str = "packed") -> None:
+def install(*, sp_in_eval: bool = False, strategy: str = "packed", split: str = "contiguous") -> None:
     """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
 
     Call it before the Trainer (or the Accelerator) is built, and before TrainingArguments. A second call with the
@@ -59,7 +61,7 @@ def install(*, sp_in_eval: bool = False, strategy: str = "packed") -> None:
     Args:
         sp_in_eval: evaluation and prediction of a Trainer share sequences too. By default each rank evaluates
             samples of its own with the plain model, as without sequence parallelism.
-        strategy: as of `parallelize`, for every model.
+        strategy, split: as of `parallelize`, for every model.
 
     Raises:
         RuntimeError: a symbol of the table is missing in the installed versions, or another setting is installed.
@@ -67,14 +69,13 @@ def install(*, sp_in_eval: bool = False, strategy: str = "packed") -> None:
     Warns: by name of each package whose version is not the tested one.
     """
     global _installation
-    settings = {"sp_in_eval": sp_in_eval, "strategy": strategy}
+    settings = {"sp_in_eval": sp_in_eval, "strategy": strategy, "split": split}
     if _installation is not None:
         if _installation.settings != settings:
             found = ", ".join(f"{name}={value!r}" for name, value in _installation.settings.items())
             raise RuntimeError(f"installed already, with {found}: call ds_mla_ulysses.uninstall() first.")
         return
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {list(STRATEGIES)}, got {strategy!r}.")
+    check_strategy(strategy, split)
     for package, tested in TESTED_VERSIONS.items():
         version = importlib.metadata.version(package)
         if version != tested:
@@ -191,7 +192,9 @@ class _Installation:
             )
         group = self._groups.get(sp_size)
         which: dict[str, Any] = {"sp_size": sp_size} if group is None else {"group": group}
-        handle = parallelize(model, by_batch=True, strategy=self.settings["strategy"], **which)
+        handle = parallelize(
+            model, by_batch=True, strategy=self.settings["strategy"], split=self.settings["split"], **which
+        )
         self._groups[sp_size] = handle.group
         self._handles.append(handle)
         return RegisteredMpu(handle)
@@ -378,7 +381,7 @@ def _gather_to(owner: int, x_BTV: Tensor, group: SequenceGroup) -> Tensor | None
     x_BTV = x_BTV.contiguous()
     parts = [torch.empty_like(x_BTV) for _ in range(group.size)] if owner == group.rank else None
     dist.gather(x_BTV, parts, group=group.process_group, group_dst=owner)
-    return None if parts is None else torch.cat(parts, dim=1)
+    return None if parts is None else in_order(torch.cat(parts, dim=1), group, dim=1)
 
 
 def _handle_of_trainer(trainer: Any) -> Handle:

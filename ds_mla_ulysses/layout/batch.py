@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..comm.collectives import exchange_bytes
 from ..comm.group import SequenceGroup, gather_objects, raise_first
+from .split import chunks_of
 
 IGNORED_LABEL = -100
 #: The key of a batch that is this rank's part; models parallelized with `by_batch` look for it.
@@ -24,11 +25,13 @@ SHARDED = "ulysses_sharded"
 _OF_WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
-def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGroup | None) -> dict[str, Any]:
-    """This rank's consecutive tokens of a batch that every rank of the group has whole.
+def shard_batch(
+    batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGroup | None, split: str | None = None
+) -> dict[str, Any]:
+    """This rank's tokens of a batch that every rank of the group has whole.
 
-    Every tensor [B, S, ...] (or [1, S, ...]) is padded to a multiple of the ranks and split along S;
-    anything else is passed on. Padding is one more document (its positions start at 0), with label
+    Every tensor [B, S, ...] (or [1, S, ...]) is padded to a multiple of the ranks (of twice the ranks with the split
+    "head_tail") and split along S; anything else is passed on. Padding is one more document (its positions start at 0), with label
     -100 and attention_mask 0, so it changes no number. Labels are shifted before the split, exactly
     as transformers shifts them (token i predicts label i+1, the last one nothing), and come back as
     `shift_labels` only: shifting within a shard would lose the first token of every rank.
@@ -37,6 +40,8 @@ def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGro
         batch: `input_ids` (or `inputs_embeds`) [B, S], and any of `labels` or `shift_labels`,
             `position_ids`, `attention_mask` (two-dimensional) and further tensors.
         group: `handle.group`, or a torch process group.
+        split: which tokens a rank holds, as of `parallelize`; by default that of `handle.group`, and "contiguous" for
+            a torch process group.
 
     Returns:
         A new dict with `position_ids` always in it: global ones, 0..S-1 where none are given.
@@ -45,6 +50,7 @@ def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGro
         ValueError: on all ranks, if they hold different batches or one of them holds a bad one.
     """
     group = SequenceGroup.of(group)
+    group = group if split is None else group.with_split(split)
     batch = {name: x for name, x in batch.items() if x is not None}
     try:
         _shape(batch)
@@ -62,7 +68,7 @@ def shard_batch(batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGro
             "example a sampler with num_replicas=handle.data_size and rank=handle.data_rank."
         )
 
-    return next(iter(_parts(batch, [group.rank], group.size)))
+    return next(iter(_parts(batch, [group.rank], group)))
 
 
 def exchange_batches(
@@ -85,7 +91,7 @@ def exchange_batches(
     parts: list[bytes] = [b""] * group.size
     if batch is not None and problem is None:
         try:
-            parts = _packed(batch, group.size)
+            parts = _packed(batch, group)
         except ValueError as error:
             problem = str(error)
         except Exception as error:  # whatever it is, the other ranks wait for this one
@@ -99,14 +105,14 @@ def exchange_batches(
     return [_received(part, device) if part else None for part in arrived]
 
 
-def _packed(batch: Mapping[str, Any], size: int) -> list[bytes]:
+def _packed(batch: Mapping[str, Any], group: SequenceGroup) -> list[bytes]:
     on_host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items() if x is not None}
     if "position_ids" in on_host:
         on_host = {name: x for name, x in on_host.items() if name not in _OF_WHOLE_ROWS}
     # A slice would be pickled with all that it is a slice of.
     return [
         pickle.dumps({name: x.clone() if isinstance(x, Tensor) else x for name, x in part.items()})
-        for part in _parts(on_host, range(size), size)
+        for part in _parts(on_host, range(group.size), group)
     ]
 
 
@@ -115,8 +121,8 @@ def _received(part: bytes, device: torch.device) -> dict[str, Any]:
     return {**shard, SHARDED: True}
 
 
-def _parts(batch: Mapping[str, Any], ranks: Sequence[int], size: int) -> Iterator[dict[str, Any]]:
-    """The parts that `ranks` of `size` take of a batch of whole sequences."""
+def _parts(batch: Mapping[str, Any], ranks: Sequence[int], group: SequenceGroup) -> Iterator[dict[str, Any]]:
+    """The parts that `ranks` of the group take of a batch of whole sequences."""
     B, S = _shape(batch)
     whole = dict(batch)
     labels = whole.pop("labels", None)
@@ -125,12 +131,19 @@ def _parts(batch: Mapping[str, Any], ranks: Sequence[int], size: int) -> Iterato
     if "position_ids" not in whole:
         device = whole["input_ids"].device if "input_ids" in whole else whole["inputs_embeds"].device
         whole["position_ids"] = torch.arange(S, device=device).expand(B, S)
-    missing = -S % size
-    T = (S + missing) // size
-    padded = {name: _pad(name, x, missing) if _is_split(x, S) else x for name, x in whole.items()}
+    count = len(chunks_of(group))
+    padded = {name: _pad(name, x, -S % count) if _is_split(x, S) else x for name, x in whole.items()}
     for rank in ranks:
-        mine = slice(rank * T, (rank + 1) * T)
-        yield {name: x[:, mine] if _is_split(whole[name], S) else x for name, x in padded.items()}
+        yield {
+            name: _join([x.chunk(count, dim=1)[chunk] for chunk in chunks_of(group, rank)])
+            if _is_split(whole[name], S)
+            else x
+            for name, x in padded.items()
+        }
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _is_split(x: Any, S: int) -> bool:

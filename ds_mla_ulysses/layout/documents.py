@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import gather_now
-from ..comm.group import SequenceGroup, gather_objects, raise_first
+from ..comm.group import SPLITS, SequenceGroup, gather_objects, raise_first
+from .split import chunks_of, in_order, own_runs, uneven
 
 
 class Documents:
@@ -73,15 +74,18 @@ class Documents:
         ids = self.starts_BS.cumsum(1)
         return ids if self.padding_BS is None else ids.masked_fill(self.padding_BS, 0)
 
-    @cached_property
-    def allowed_B1SS(self) -> Tensor:
-        """bool [B, 1, S, S]: which keys each query may see. Quadratic in S: for eager attention only."""
-        query, key = self.ids_BS.unsqueeze(2), self.ids_BS.unsqueeze(1)
-        return ((query == key) & (key > 0)).tril().unsqueeze(1)
+    def allowed_B1TS(self, first_query: int = 0, queries: int | None = None) -> Tensor:
+        """bool [B, 1, T, S]: which keys the T queries from the first one on (all by default) may see.
+
+        For eager attention only, since it is as large as the scores.
+        """
+        last = self.length if queries is None else first_query + queries
+        query, key = self.ids_BS[:, first_query:last].unsqueeze(2), self.ids_BS.unsqueeze(1)
+        return ((query == key) & (key > 0)).tril(first_query).unsqueeze(1)
 
     @cached_property
-    def kernel_cache(self) -> dict:
-        """What a kernel makes of the documents once per forward (flex attention's block mask)."""
+    def cache(self) -> dict:
+        """What is made once per forward of its documents or its positions (flex attention's block mask)."""
         return {}
 
 
@@ -140,10 +144,10 @@ def gather_documents(
         documents of [B, S]; positions int64 [B, T].
 
     Raises:
-        ValueError: on all ranks, if shapes do not fit or differ between ranks.
+        ValueError: on all ranks, if shapes do not fit or differ between ranks, or positions are those of another split.
     """
     B, T = shape
-    problem = problem or _problem(position_ids, attention_mask, B, T)
+    problem = problem or _problem(position_ids, attention_mask, B, T) or uneven(group, T)
     alike = {"position_ids were given": position_ids is None, "an attention_mask was given": attention_mask is None} | (
         dict(alike) if alike else {}
     )
@@ -159,17 +163,47 @@ def gather_documents(
             raise ValueError(f"{what} on some ranks of the sequence group and not on others.")
 
     if position_ids is None:
-        positions_BT = torch.arange(group.rank * T, (group.rank + 1) * T, device=device).expand(B, T)
+        runs = [torch.arange(run.start, run.stop, device=device) for run in own_runs(group, T)]
+        positions_BT = torch.cat(runs).expand(B, T)
     else:
         positions_BT = position_ids.to(device=device, dtype=torch.long).expand(B, T)
     padding_BT = torch.zeros_like(positions_BT) if attention_mask is None else (attention_mask == 0).to(device)
     # One gather for both; [ranks * T, B, 2], since ranks and tokens have to be adjacent.
     mine = torch.stack([positions_BT.T, padding_BT.T.to(torch.long)], dim=-1)
-    positions_SB, padding_SB = gather_now(mine, group, "setup").unbind(-1)
+    of_ranks = gather_now(mine, group, "setup")
+    positions_SB, padding_SB = in_order(of_ranks, group).unbind(-1)
     documents, problem = find_documents(positions_SB.T, padding_SB.T.bool())
+    problem = _other_split(of_ranks, group) or problem
     if problem is not None:
         raise ValueError(problem)
     return documents, positions_BT
+
+
+def _other_split(of_ranks: Tensor, group: SequenceGroup) -> str | None:
+    """Finds positions that are cut off where ranks' parts meet, and are not if the parts are those of another split.
+
+    Args:
+        of_ranks: [S, B, 2], positions and padding as the ranks hold them, one rank after the other.
+    """
+    S, groups = of_ranks.shape[0], {split: group.with_split(split) for split in SPLITS}
+    chunks = max(len(chunks_of(g)) for g in groups.values())
+    if group.size == 1 or S % chunks:
+        return None
+    begins = torch.arange(S // chunks, S, S // chunks, device=of_ranks.device)
+
+    def cuts(group: SequenceGroup) -> Tensor:
+        positions_SB, padding_SB = in_order(of_ranks, group).unbind(-1)
+        cut = (positions_SB[begins] != positions_SB[begins - 1] + 1) & (positions_SB[begins] != 0)
+        return (cut & (padding_SB[begins] + padding_SB[begins - 1] == 0)).sum()
+
+    found = dict(zip(groups, torch.stack([cuts(g) for g in groups.values()]).tolist(), strict=True))
+    better = [split for split, n in found.items() if n < found[group.split]]
+    if not better:
+        return None
+    return (
+        f"position_ids are those of a batch with split={better[0]!r}, but the model has split={group.split!r}: shard "
+        "batches by shard_batch(batch, handle.group, split=handle.split)."
+    )
 
 
 def _problem(position_ids: Tensor | None, attention_mask: Tensor | None, B: int, T: int) -> str | None:

@@ -32,6 +32,7 @@ from torch import Tensor
 from ..comm.collectives import accumulation_dtype, all_to_all, start_all_gather, start_all_to_all, wait
 from ..comm.group import SequenceGroup
 from .heads import HeadPartition
+from .split import by_rank, in_order
 
 
 def tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group: SequenceGroup, direction: str) -> Tensor:
@@ -114,7 +115,7 @@ class HeadsToTokens(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """Blocks x_TBGD -> x_SBGD, all heads of all tokens, by one all-gather.
+    """Blocks x_TBGD -> x_SBGD, all heads of all tokens in the order of the sequence, by one all-gather.
 
     Backward: each rank gets what the others' gradients say of its tokens by one all-to-all, the bytes of a
     reduce-scatter; they are summed in fp32 (or wider) and rounded once.
@@ -126,6 +127,7 @@ class GatherTokens(torch.autograd.Function):
     def forward(ctx, group: SequenceGroup, batch_first: bool, pending, *blocks_TBGD: Tensor):
         ctx.group, ctx.batch_first = group, batch_first
         buffer_SBW = wait(start_gather_tokens(blocks_TBGD, group) if pending is None else pending)
+        buffer_SBW = in_order(buffer_SBW, group)
         shapes = [x.shape[2:] for x in blocks_TBGD]
         parts = buffer_SBW.split([shape.numel() for shape in shapes], dim=-1)
         return tuple(x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
@@ -133,7 +135,8 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads_SBGD: Tensor):
         group = ctx.group
-        out = _return_tokens(list(grads_SBGD), group.size, group.rank, group.name, ctx.batch_first)
+        grads = [by_rank(x, group) for x in grads_SBGD]
+        out = _return_tokens(grads, group.size, group.rank, group.name, ctx.batch_first)
         return None, None, None, *([x.transpose(0, 1) for x in out] if ctx.batch_first else out)
 
 

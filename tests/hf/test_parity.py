@@ -1,6 +1,7 @@
 """The parallelized model equals the plain one in one process: loss, logits, every gradient, fp64."""
 
 import pytest
+import torch
 from models import (
     FAMILIES,
     assert_gradients,
@@ -24,7 +25,7 @@ def sharded_step(model, batch, handle):
     """Loss, summed gradients and this rank's logits."""
     import ds_mla_ulysses as dmu
 
-    shard = dmu.shard_batch(batch, handle.group)
+    shard = dmu.shard_batch(batch, handle.group, split=handle.split)
     inputs = {name: x for name, x in shard.items() if name != "shift_labels"}
     logits = model(**inputs).logits
     loss = handle.loss(logits, shard["shift_labels"])
@@ -35,8 +36,10 @@ def sharded_step(model, batch, handle):
 
 def own_tokens(whole, handle):
     """This rank's part of a [B, S, ...] tensor, without the padding that shard_batch adds."""
-    T = -(-whole.shape[1] // handle.group.size)
-    return whole[:, handle.group.rank * T : (handle.group.rank + 1) * T]
+    size, rank = handle.group.size, handle.group.rank
+    chunks = {"contiguous": [rank], "head_tail": [rank, 2 * size - 1 - rank]}[handle.split]
+    width = -(-whole.shape[1] // (size * len(chunks)))
+    return torch.cat([whole[:, chunk * width : (chunk + 1) * width] for chunk in chunks], dim=1)
 
 
 def compare(
@@ -49,6 +52,7 @@ def compare(
     gradient=GRADIENT,
     reference="sdpa",
     strategy="packed",
+    split="contiguous",
     **config,
 ):
     import ds_mla_ulysses as dmu
@@ -66,7 +70,7 @@ def compare(
     else:
         want = reference_step(plain, batch)
     model = tiny_model(family, attn_implementation=implementation, **config)
-    handle = dmu.parallelize(model, strategy=strategy)
+    handle = dmu.parallelize(model, strategy=strategy, split=split)
     got = sharded_step(model, batch, handle)
     assert abs(got[0] - want[0]) <= loss * max(1, abs(want[0])), (got[0], want[0])
     mine = own_tokens(want[2], handle)
@@ -107,8 +111,6 @@ def test_eager_keeps_its_own_function(kind):
 
 
 def compare_eager(kind):
-    import torch
-
     compare("deepseek_v3", kind, "eager", S=34, loss=1e-5, gradient=1e-4, dtype=torch.float32, reference="eager")
 
 

@@ -1,0 +1,109 @@
+"""From MLA's latents and shared rope key to keys and values of some heads.
+
+Letters: B batch · T this rank's tokens · S all tokens (T * ranks) · H all heads · M some of them · N non-positional
+key width · R shared rope key width · K = N+R · V value width · P = N+V · L latent width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import accumulation_dtype
+from ..comm.group import SequenceGroup
+from ..layout.exchange import GatherTokens, join_shared_key, start_gather_tokens
+from .base import by_token
+
+#: `expand(latent_BSL, heads) -> kv_BSMP` (or S before B, as the call has it): keys and values of those heads.
+Expand = Callable[[Tensor, slice], Tensor]
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The widths of an MLA layer, and what is done with its latents. All tensors have one dtype.
+
+    Attributes:
+        nope_dim, rope_dim, value_dim: N, R and V.
+    """
+
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    def check(self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_dim_idx: int) -> None:
+        """Refuses shapes other than q_BTHK, latent_BTL, k_BTR (or T before B)."""
+        K, rows = self.nope_dim + self.rope_dim, "[B, T" if batch_dim_idx == 0 else "[T, B"
+        if q.ndim != 4 or q.shape[-1] != K or latent.ndim != 3 or latent.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"with expand, q must be {rows}, H, {K}] and the latent {rows}, L]; got q {tuple(q.shape)}, latent "
+                f"{tuple(latent.shape)}."
+            )
+        self.check_shared(q, k_shared, batch_dim_idx)
+
+    def check_shared(self, q: Tensor, k_shared: Tensor, batch_dim_idx: int) -> None:
+        """Refuses a shared key that is not k_BTR (or k_TBR) with the rows of q."""
+        wanted, rows = (*q.shape[:2], self.rope_dim), "[B, T" if batch_dim_idx == 0 else "[T, B"
+        if k_shared.shape != wanted:
+            raise ValueError(f"k_shared must be {rows}, {self.rope_dim}], {wanted}; got {tuple(k_shared.shape)}.")
+
+    def start_gather(self, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, group: SequenceGroup) -> Tensor:
+        """Starts one all-gather of both: *pending*, for `gather`."""
+        return start_gather_tokens(self._blocks(latent, k_shared, batch_dim_idx), group)
+
+    def gather(
+        self,
+        latent: Tensor,
+        k_shared: Tensor,
+        batch_dim_idx: int,
+        group: SequenceGroup,
+        pending: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Latent and shared key of all tokens, in the layout of the call.
+
+        Backward: what the ranks say of one token is summed in fp32 (or wider) and rounded once.
+        """
+        blocks = self._blocks(latent, k_shared, batch_dim_idx)
+        blocks_SB1D = GatherTokens.apply(group, batch_dim_idx == 0, pending, *blocks)
+        latent, k_shared = (by_token(x_SB1D.squeeze(2), batch_dim_idx) for x_SB1D in blocks_SB1D)
+        return latent, k_shared
+
+    @staticmethod
+    def _blocks(latent: Tensor, k_shared: Tensor, batch_dim_idx: int) -> list[Tensor]:
+        return [by_token(x, batch_dim_idx).unsqueeze(2) for x in (latent, k_shared)]
+
+    def expand(
+        self, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, heads: slice, expand: Expand
+    ) -> tuple[Tensor, Tensor]:
+        """k_BSMK, written once, and v_BSMV of those heads, or S before B."""
+        kv = expand(latent, heads)
+        wanted = (*latent.shape[:2], heads.stop - heads.start, self.nope_dim + self.value_dim)
+        if kv.shape != wanted or kv.dtype != k_shared.dtype:
+            raise ValueError(
+                f"expand must return kv {wanted} in {k_shared.dtype}, got {tuple(kv.shape)} in {kv.dtype}."
+            )
+        N = self.nope_dim
+        key = _JoinKey.apply(
+            by_token(kv[..., :N], batch_dim_idx), by_token(k_shared, batch_dim_idx), batch_dim_idx == 0
+        )
+        return key, kv[..., N:]
+
+
+class _JoinKey(torch.autograd.Function):
+    """k_SBMN and the shared key_SBR, which all have -> K of these heads, in the layout of the call.
+
+    Backward: the heads' gradient of the shared key is summed in fp32 (or wider) and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, k_nope_SBMN: Tensor, shared_SBR: Tensor, batch_first: bool) -> Tensor:
+        ctx.batch_first, ctx.nope_dim = batch_first, k_nope_SBMN.shape[-1]
+        return join_shared_key(k_nope_SBMN, shared_SBR, batch_first)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad_SBMK = grad.transpose(0, 1) if ctx.batch_first else grad
+        of_nope, of_shared = grad_SBMK.split([ctx.nope_dim, grad.shape[-1] - ctx.nope_dim], dim=-1)
+        return of_nope, of_shared.sum(2, dtype=accumulation_dtype(grad.dtype)).to(grad.dtype), None

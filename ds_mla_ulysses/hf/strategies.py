@@ -1,0 +1,170 @@
+"""What travels between ranks, for one attention layer of a Hugging Face model.
+
+| strategy     | of MLA                                                          | of other heads             |
+|--------------|-----------------------------------------------------------------|----------------------------|
+| "packed"     | q and compact kv by heads, the shared key gathered              | q, k, v by heads           |
+| "latent_kv"  | q by heads, kv latent and shared key gathered, own heads expanded | refused                  |
+| "latent_qkv" | query latent, kv latent and shared key gathered, own heads expanded | refused                |
+| "gather_kv"  | kv latent and shared key gathered, all heads expanded, q stays  | k and v gathered, q stays  |
+
+Letters: B batch · T this rank's tokens · S all tokens · H heads · M own heads · G key-value heads · L latent · R rope
+key · K, V head widths · P = N+V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..attention.base import check_output
+from ..attention.gather import GatherKVAttention, GatherKVMLAAttention
+from ..attention.latents import Expand
+from ..attention.mla import UlyssesMLAAttention
+from ..attention.ulysses import UlyssesAttention
+from ..comm.group import SequenceGroup
+from ..layout.heads import HeadPartition
+from .families import MLAWidths, UnsupportedModelError, is_mla, names_of
+from .latents import on_latents
+from .rows import with_heads
+
+STRATEGIES = ("packed", "latent_kv", "latent_qkv", "gather_kv")
+#: Those that take the rows of projections that belong to the own heads.
+_OF_ROWS = {"latent_kv": ("kv_b_proj",), "latent_qkv": ("q_b_proj", "kv_b_proj")}
+#: Submodules whose part "latent_qkv" knows.
+_KNOWN = {"q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
+_KNOWN |= {"q_proj"}  # None where there is a query latent
+
+
+@dataclass(frozen=True)
+class LayerStrategy:
+    """How one layer attends over ranks.
+
+    Attributes:
+        attend: `attend(query_BTHK, key, value, settings) -> out_BTHV`, of what the module hands to its attention
+            function: key_BGTK and value_BGTV, with MLA latent_B1TL and key_B1TR; with "latent_qkv" of all tokens and
+            the own heads. `settings` are the local attention's.
+        replaced: (module, attribute, value) of each that has to be replaced for it.
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
+    replaced: Sequence[tuple[nn.Module, str, Any]] = ()
+
+
+def check_strategy(strategy: str, split: str) -> None:
+    """Refuses an unknown strategy, and a split that it does not have."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {list(STRATEGIES)}, got {strategy!r}.")
+    if SequenceGroup.of(None).with_split(split).split != "contiguous" and strategy != "gather_kv":
+        raise ValueError(
+            f"split={split!r} is for strategy='gather_kv', whose queries stay where they are: with {strategy!r} every rank "
+            "has the same work already. Choose split='contiguous'."
+        )
+
+
+def check_layer(layer: nn.Module, strategy: str, ranks: int) -> None:
+    """Refuses a layer for which the strategy would be wrong.
+
+    Raises:
+        UnsupportedModelError: no latents, or projections whose rows cannot be taken by themselves.
+        ValueError: fewer heads than ranks, where heads are what is exchanged.
+    """
+    if strategy == "gather_kv":
+        return
+    kind = type(layer).__name__
+    if strategy in _OF_ROWS:
+        if not is_mla(layer):
+            raise UnsupportedModelError(
+                f"strategy={strategy!r} is for MLA, {kind} has no latents: choose 'packed' or 'gather_kv'."
+            )
+        if strategy == "latent_qkv" and MLAWidths.of(layer).query_latent is None:
+            raise UnsupportedModelError(
+                f"strategy='latent_qkv' gathers query latents, {kind} has none (q_lora_rank is None): choose 'latent_kv'."
+            )
+        unknown = sorted(set(layer._modules) & names_of(layer) - _KNOWN)
+        if strategy == "latent_qkv" and unknown:
+            raise UnsupportedModelError(
+                f"strategy='latent_qkv' would run {kind} on all tokens, whose {', '.join(unknown)} it does not know: "
+                "choose 'latent_kv'."
+            )
+        for name in _OF_ROWS[strategy]:
+            projection = getattr(layer, name)
+            if type(projection) is not nn.Linear:
+                raise UnsupportedModelError(
+                    f"strategy={strategy!r} takes rows of {name}'s weight, but {kind}.{name} is a "
+                    f"{type(projection).__name__} (an adapter or a quantised layer), of which rows would be wrong: choose "
+                    "'packed' or 'gather_kv', which call it whole."
+                )
+    heads = MLAWidths.of(layer).heads if is_mla(layer) else getattr(layer.config, "num_attention_heads", None)
+    if heads is not None:
+        HeadPartition(heads, ranks)
+
+
+def strategy_of(layer: nn.Module, kernel: Callable[..., Tensor], group: SequenceGroup, strategy: str) -> LayerStrategy:
+    """The strategy of one layer, which `check_layer` has found to be right."""
+    if not is_mla(layer):
+        return _of_heads(kernel, group, strategy)
+    widths = MLAWidths.of(layer)
+    dims = {"nope_dim": widths.nope, "rope_dim": widths.rope, "value_dim": widths.value}
+    if strategy == "packed":
+        return _packed(layer, UlyssesMLAAttention(kernel, group, **dims))
+    if strategy == "gather_kv":
+        return _of_latents(
+            GatherKVMLAAttention(kernel, group, **dims), lambda x, _: _heads(layer.kv_b_proj(x), widths.heads)
+        )
+
+    def expand(latent_BSL: Tensor, heads: slice) -> Tensor:
+        return _heads(layer.kv_b_proj(latent_BSL, heads), heads.stop - heads.start)
+
+    attention = UlyssesMLAAttention(kernel, group, **dims)
+    projections = [getattr(layer, name) for name in _OF_ROWS[strategy]]
+    replaced = [(projection, "forward", with_heads(projection, widths.heads)) for projection in projections]
+    if strategy == "latent_kv":
+        return _of_latents(attention, expand, replaced)
+    own = attention.query_heads(widths.heads)
+
+    def attend(q_BSMK: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, settings: dict[str, Any]) -> Tensor:
+        k, v = attention.latents.expand(latent_B1SL.squeeze(1), key_B1SR.squeeze(1), 0, own, expand)
+        out_BSMV = kernel(q_BSMK, k, v, **settings)
+        check_output(out_BSMV, q_BSMK, v)
+        return out_BSMV
+
+    return LayerStrategy(attend, [*replaced, (layer, "forward", on_latents(layer, group, own))])
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1))
+
+
+def _packed(layer: nn.Module, attention: UlyssesMLAAttention) -> LayerStrategy:
+    def attend(q_BTHK: Tensor, latent_B1TL: Tensor, key_B1TR: Tensor, settings: dict[str, Any]) -> Tensor:
+        # First the gather, then the projection under which it travels.
+        pending = attention.gather_shared_key(key_B1TR.squeeze(1))
+        kv_BTHP = _heads(layer.kv_b_proj(latent_B1TL.squeeze(1)), q_BTHK.shape[2])
+        return attention(q_BTHK, kv_BTHP, pending, 0, None, **settings)
+
+    return LayerStrategy(attend)
+
+
+def _of_latents(
+    attention: UlyssesMLAAttention | GatherKVMLAAttention,
+    expand: Expand,
+    replaced: Sequence[tuple[nn.Module, str, Any]] = (),
+) -> LayerStrategy:
+    def attend(q_BTHK: Tensor, latent_B1TL: Tensor, key_B1TR: Tensor, settings: dict[str, Any]) -> Tensor:
+        return attention(q_BTHK, latent_B1TL.squeeze(1), key_B1TR.squeeze(1), 0, None, expand=expand, **settings)
+
+    return LayerStrategy(attend, replaced)
+
+
+def _of_heads(kernel: Callable[..., Tensor], group: SequenceGroup, strategy: str) -> LayerStrategy:
+    attention = (GatherKVAttention if strategy == "gather_kv" else UlyssesAttention)(kernel, group)
+
+    def attend(query_BTHK: Tensor, key_BGTK: Tensor, value_BGTV: Tensor, settings: dict[str, Any]) -> Tensor:
+        if settings.get("s_aux") is not None:
+            settings = settings | {"s_aux": settings["s_aux"][attention.query_heads(query_BTHK.shape[2])]}
+        return attention(query_BTHK, key_BGTK.transpose(1, 2), value_BGTV.transpose(1, 2), 0, None, **settings)
+
+    return LayerStrategy(attend)
