@@ -2,13 +2,14 @@
 
     python benchmarks/attention_layer.py --ranks 2 --preset deepseek-v2-lite --tokens 4096 --dtype bf16 [--json]
 
-Forward and backward of all sides run in one process group, alternating: kv_b_proj, layout and exchange. Stock is
-`DistributedAttention`, three all-to-alls of materialised Q, K and V and one of the output; all_local has no exchange and
-is the bound. The core between the exchanges is a stand-in that reads q, k and v as they come and writes fresh gradients
-(--core sdpa: a real one). Starts its own ranks (gloo, one thread each).
+Forward and backward of all sides run in one process group, alternating: kv_b_proj (and q_b_proj, where the preset has a
+query latent), layout and exchange. Stock is `DistributedAttention`, three all-to-alls of materialised Q, K and V and one
+of the output; all_local has no exchange and is the bound. The core between the exchanges is a stand-in that reads q, k
+and v as they come and writes fresh gradients (--core sdpa: a real one). Starts its own ranks (gloo, one thread each).
 
-raw_ratio is stock's time by a side's; ratio is the same with the time that the products of kv_b_proj take alone, measured
-in the same run, taken off both. Medians of the pairs; min_ms is the shortest.
+raw_ratio is stock's time by a side's; ratio is the same with the time that the projections' products of T tokens take
+alone, measured in the same run, taken off both: what gather_kv expands beyond them counts. Medians of the pairs; min_ms
+is the shortest. --profile prints instead where the time of each side goes, by torch's profiler.
 """
 
 from __future__ import annotations
@@ -26,65 +27,124 @@ from torch import Tensor
 
 #: Of every preset.
 LATENT_WIDTH = 512
+QUERY_LATENT_WIDTHS = {"deepseek-v3": 1536, "kimi-k2": 1536, "glm-4.7-flash": 768}
 
 
 class Alone(torch.autograd.Function):
-    """Ends the projection's side: neither its output nor its gradient is touched."""
+    """Ends the projections' side: neither their outputs nor their gradients are touched."""
 
     @staticmethod
-    def forward(ctx, kv: Tensor, out: Tensor, grad_kv: Tensor) -> Tensor:
-        ctx.grad_kv = grad_kv
+    def forward(ctx, out: Tensor, grads: list[Tensor], *projected: Tensor) -> Tensor:
+        ctx.grads = grads
         return out.clone()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.grad_kv, None, None
+        return None, None, *ctx.grads
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, first_query: int = 0) -> Tensor:
+    if first_query or q.shape[1] < k.shape[1]:
+        from ds_mla_ulysses.moba import moba_attention
+
+        return moba_attention(q, k, v, k.shape[1], 1, first_query=first_query)  # as the kernel of a model does
     width = q.shape[-1]  # of unequal widths it would make all scores at once
     padded = F.pad(v, (0, width - v.shape[-1]))
     out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, padded)), is_causal=True)
     return out.transpose(1, 2)[..., : v.shape[-1]]
 
 
+class GatheringCore(pairs.Core):
+    """The stand-in where there are more keys than queries."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        keys, rows = k.flatten(2).sum(-1), q.flatten(2).sum(-1)
+        of_values = (v.flatten(2) + keys.unsqueeze(-1)).unflatten(1, (-1, q.shape[1])).sum(1)
+        return (of_values + rows.unsqueeze(-1)).view(*q.shape[:3], v.shape[-1])
+
+
 def compare(args: argparse.Namespace) -> pairs.Comparison:
     from deepspeed.sequence.layer import DistributedAttention
 
     import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.comm.group import SequenceGroup
     from ds_mla_ulysses.hf.rows import with_heads
+    from ds_mla_ulysses.layout.exchange import GatherTokens, HeadsToTokens
 
-    (H, N, R, V), L = PRESETS[args.preset], LATENT_WIDTH
-    T, dtype = args.tokens // args.ranks, pairs.DTYPES[args.dtype]
-    core = Core.apply if args.core == "stand-in" else sdpa
-    q, latent, shared = (torch.randn(1, T, *tail).to(dtype).requires_grad_() for tail in ((H, N + R), (L,), (R,)))
+    (H, N, R, V), L, Q = PRESETS[args.preset], LATENT_WIDTH, QUERY_LATENT_WIDTHS.get(args.preset)
+    T, dtype, group = args.tokens // args.ranks, pairs.DTYPES[args.dtype], SequenceGroup.of(dist.group.WORLD)
+    stand_in = args.core == "stand-in"
+    core = Core.apply if stand_in else sdpa
+    query, latent, shared = (
+        torch.randn(1, T, *tail).to(dtype).requires_grad_() for tail in ((Q,) if Q else (H, N + R), (L,), (R,))
+    )
     grad = torch.randn(1, T, H, V).to(dtype)
-    projection = torch.nn.Linear(L, H * (N + V), bias=False, dtype=dtype)
-    projection.forward = with_heads(projection, H)
+
+    def projection(width: int, heads_width: int) -> torch.nn.Linear:
+        made = torch.nn.Linear(width, H * heads_width, bias=False, dtype=dtype)
+        made.forward = with_heads(made, H)
+        return made
+
+    kv_b_proj, q_b_proj = projection(L, N + V), projection(Q, N + R) if Q else None
+    widths = {"nope_dim": N, "rope_dim": R, "value_dim": V}
     stock = DistributedAttention(core, dist.group.WORLD, scatter_idx=2, gather_idx=1)
-    ours = dmu.UlyssesMLAAttention(core, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V)
+    ours = dmu.UlyssesMLAAttention(core, group, **widths)
+
+    def gathering(split: str) -> dmu.GatherKVMLAAttention:
+        def attend(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
+            if stand_in:
+                return GatheringCore.apply(q, k, v)
+            last = first_query + q.shape[1]
+            return sdpa(q, k[:, :last], v[:, :last], first_query)
+
+        return dmu.GatherKVMLAAttention(attend, group.with_split(split), **widths)
+
+    def q_of(x: Tensor, heads: slice | None = None) -> Tensor:
+        return x if q_b_proj is None else q_b_proj(x, heads).unflatten(-1, (-1, N + R))
+
+    def expand(latent_BSL: Tensor, heads: slice) -> Tensor:
+        return kv_b_proj(latent_BSL, heads).unflatten(-1, (-1, N + V))
+
+    def expand_all(latent_BSL: Tensor, heads: slice) -> Tensor:
+        return kv_b_proj(latent_BSL).unflatten(-1, (-1, N + V))
 
     def materialised() -> tuple[Tensor, Tensor, Tensor]:
-        kv = projection(latent).unflatten(-1, (H, -1))
-        return q, torch.cat([kv[..., :N], shared.unsqueeze(2).expand(-1, -1, H, -1)], -1), kv[..., N:].contiguous()
+        kv, k_shared = expand_all(latent, slice(0, H)), shared.unsqueeze(2).expand(-1, -1, H, -1)
+        return q_of(query), torch.cat([kv[..., :N], k_shared], -1), kv[..., N:].contiguous()
 
     def packed() -> Tensor:
         pending = ours.gather_shared_key(shared)
-        return ours(q, projection(latent).unflatten(-1, (H, -1)), pending)
+        return ours(q_of(query), expand_all(latent, slice(0, H)), pending)
 
-    def expand(latent_BSL: Tensor, heads: slice) -> Tensor:
-        return projection(latent_BSL, heads).unflatten(-1, (heads.stop - heads.start, -1))
+    own = ours.query_heads(H)
 
-    out, grad_kv = torch.zeros_like(grad), torch.randn(1, T, H * (N + V)).to(dtype)
+    def latent_qkv() -> Tensor:
+        blocks_TB1D = [x.transpose(0, 1).unsqueeze(2) for x in (query, torch.cat([latent, shared], -1))]
+        q_BSQ, kv_BSD = (x.squeeze(2).transpose(0, 1) for x in GatherTokens.apply(group, True, None, *blocks_TB1D))
+        k, v = ours.latents.expand(*kv_BSD.split([L, R], -1), 0, own, expand)
+        out_SBMV = core(q_of(q_BSQ, own), k, v).transpose(0, 1)
+        return HeadsToTokens.apply(out_SBMV, H, group, True).transpose(0, 1)
+
+    def projected() -> list[Tensor]:
+        return [kv_b_proj(latent)] + ([q_b_proj(query)] if Q else [])
+
+    alone, grads = torch.zeros_like(grad), [torch.randn_like(x) for x in projected()]
     sides = {
         "stock": lambda: stock(*materialised(), 0),
         "packed": packed,
-        "latent_kv": lambda: ours(q, latent, shared, expand=expand),
+        "latent_kv": lambda: ours(q_of(query), latent, shared, expand=expand),
+        "latent_qkv": latent_qkv,
+        "gather_kv": lambda: gathering("contiguous")(q_of(query), latent, shared, expand=expand_all),
+        "head_tail": lambda: gathering("head_tail")(q_of(query), latent, shared, expand=expand_all),
         "all_local": lambda: core(*materialised()),
-        "projection": lambda: Alone.apply(projection(latent), out, grad_kv),
+        "projections": lambda: Alone.apply(alone, grads, *projected()),
     }
-    if args.core == "sdpa":
-        del sides["all_local"]  # its sequences would be shorter
+    # What is no strategy of the preset, or no comparison: of a real core all_local's sequences would be shorter, of
+    # the stand-in the two splits differ in nothing.
+    for name in (["latent_qkv"] if not Q else []) + (["head_tail"] if stand_in else ["all_local"]):
+        del sides[name]
 
     def traffic(name: str) -> tuple[int, int]:
         """Calls and bytes of a forward and backward."""
@@ -95,7 +155,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
         return sum(meter.calls.values()), meter.total_bytes
 
     def rows(times: dict[str, list[float]]) -> list[dict[str, Any]]:
-        alone = times.pop("projection")
+        alone = times.pop("projections")
         without = {name: [a - b for a, b in zip(ms, alone, strict=True)] for name, ms in times.items()}
         found = []
         for name, ms in times.items():
@@ -107,7 +167,8 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
             )
         return found
 
-    return pairs.Comparison(sides, [q, latent, shared, projection.weight], grad, rows=rows)
+    inputs = [query, latent, shared, kv_b_proj.weight] + ([q_b_proj.weight] if Q else [])
+    return pairs.Comparison(sides, inputs, grad, rows=rows)
 
 
 if __name__ == "__main__":

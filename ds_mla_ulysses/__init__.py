@@ -19,6 +19,8 @@ from .version import __version__
 
 _WHERE = {
     "FullAttentionCallback": "integrations.callbacks",
+    "GatherKVAttention": "attention.gather",
+    "GatherKVMLAAttention": "attention.gather",
     "Handle": "hf.handle",
     "MoBAConfig": "moba.config",
     "SequenceGroup": "comm.group",
@@ -41,6 +43,7 @@ _WHERE = {
 __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:
+    from .attention.gather import GatherKVAttention, GatherKVMLAAttention
     from .attention.mla import UlyssesMLAAttention
     from .attention.moba import UlyssesMoBAAttention
     from .attention.ulysses import UlyssesAttention

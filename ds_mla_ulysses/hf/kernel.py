@@ -19,6 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ..layout.documents import Documents
 from ..moba import moba_attention
 from ..moba.grid import seen_by_queries
+from ..moba.kernels import has_flash
 
 #: Arguments of attention functions that change the result and that this exchange does not carry.
 _REFUSED = ("position_bias", "head_mask", "indices", "block_indices")
@@ -219,7 +220,7 @@ def _causal(call: _Call, q: Tensor, k: Tensor, v: Tensor, window: int | None) ->
         return call(q, k, v, None, is_causal=True)
     if n == 1:
         return call(q, k, v, None, is_causal=False)
-    if device.type == "cpu":  # one block holds the document
+    if has_flash(device):  # one block holds the document
         heads_last = (x.transpose(1, 2) for x in (q, k, v))
         return moba_attention(*heads_last, keys, 1, scale=call.scaling, implementation="torch")
     return call(q, k, v, causal_lower_right(n, keys), is_causal=False)

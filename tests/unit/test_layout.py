@@ -98,7 +98,7 @@ def test_varlen_and_mask_forms():
     found, _ = documents([[0, 1, 0, 1, 2], [0, 1, 2, 0, 0]], [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     assert found.cu_seqlens.tolist() == [0, 2, 5, 8, 10] and found.cu_seqlens.dtype == torch.int32
     assert found.longest == 3
-    allowed = found.allowed_B1SS[:, 0]
+    allowed = found.allowed_B1TS()[:, 0]
     assert allowed[0].tolist() == [
         [True, False, False, False, False],
         [True, True, False, False, False],
