@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# attention_layer.py with its two ranks on two "machines": network namespaces, joined by a link of RATE in each direction.
+# attention_layer.py with its two ranks on two "machines": network namespaces with a link of RATE each way.
 #
 #     benchmarks/slow_link.sh --preset deepseek-v2-lite --tokens 4096 --dtype bf16 --json
 #     RATE=10gbit PYTHON=.venv/bin/python benchmarks/slow_link.sh
@@ -78,7 +78,7 @@ run_rank() { # rank, arguments: if it fails it ends all, for the other one would
 }
 
 for tool in ip tc; do
-    command -v $tool >/dev/null || stop "needs iproute2, but there is no '$tool' in PATH: install it (apt install iproute2)."
+    command -v $tool >/dev/null || stop "needs iproute2, but there is no '$tool' in PATH: apt install iproute2."
 done
 ((EUID == 0)) || stop "needs root, to make network namespaces, and you are user $EUID: run it with sudo."
 folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) || exit
