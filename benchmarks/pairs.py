@@ -1,7 +1,7 @@
 """What the benchmarks share: two sides of an exchange in one process group, alternating; medians of the pairs.
 
 A benchmark gives `start` a function that makes, on every rank, a `Comparison`. Ranks are started here
-(gloo, one thread each).
+(gloo, one thread each), unless RANK is set: then this process is that rank, by torchrun's variables.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Core(torch.autograd.Function):
 
 def parser(doc: str) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=doc.splitlines()[0])
-    found.add_argument("--ranks", type=int, default=2)
+    found.add_argument("--ranks", type=int, default=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 2)
     found.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
     found.add_argument("--dtype", choices=DTYPES, default="bf16")
     found.add_argument("--pairs", type=int, default=21)
@@ -67,7 +67,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def start(compare: Callable[[argparse.Namespace], Comparison], arguments: argparse.Namespace) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
-    mp.spawn(_run, args=(compare, arguments, tempfile.mktemp()), nprocs=arguments.ranks)
+    if "RANK" not in os.environ:
+        mp.spawn(_run, args=(compare, arguments, f"file://{tempfile.mktemp()}"), nprocs=arguments.ranks)
+        return
+    if arguments.ranks != int(os.environ["WORLD_SIZE"]):
+        sys.exit(f"--ranks {arguments.ranks}, but {os.environ['WORLD_SIZE']} were started: leave --ranks out")
+    _run(int(os.environ["RANK"]), compare, arguments, "env://")
 
 
 def traffic_of(step: Callable[[], Any]) -> int:
@@ -79,9 +84,9 @@ def traffic_of(step: Callable[[], Any]) -> int:
     return meter.total_bytes
 
 
-def _run(rank: int, compare: Callable[[argparse.Namespace], Comparison], args: argparse.Namespace, store: str) -> None:
+def _run(rank: int, compare: Callable[[argparse.Namespace], Comparison], args: argparse.Namespace, init: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=args.ranks)
     import deepspeed
 
     from ds_mla_ulysses.integrations.deepspeed import without_cpu_extension
