@@ -82,12 +82,12 @@ def engine_steps(model, handle, config, steps, accumulation):
     return engine, losses, norms
 
 
-def compare_update(family, sp_size, stage, clip, reduce_scatter, steps=3, accumulation=2, strategy="packed"):
+def compare_update(family, sp_size, stage, clip, reduce_scatter, steps=3, accumulation=2, **way):
     import ds_mla_ulysses as dmu
 
     model = tiny_model(family, torch.float32)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    handle = dmu.parallelize(model, sp_size=sp_size, strategy=strategy)
+    handle = dmu.parallelize(model, sp_size=sp_size, **way)
     config = engine_config(stage, clip, accumulation, reduce_scatter)
     engine, losses, norms = engine_steps(model, handle, config, steps, accumulation)
     got = full_parameters(model, stage)

@@ -408,17 +408,6 @@ def test_switch_over_ranks(strategy):
     run_ranks(2, switches, strategy)
 
 
-def gathers_nothing_else(family, name):
-    dmu.parallelize(moba_model(family, name), strategy="gather_kv")
-
-
-@pytest.mark.parametrize("family,name", [("deepseek_v3", "moba"), ("llama", "sdpa")])
-def test_gathering_is_for_moba(family, name):
-    raises_on_ranks(
-        2, ValueError, "strategy='gather_kv' is for models that run MoBA", gathers_nothing_else, family, name
-    )
-
-
 def test_full_layers_gather_where_heads_are_few():
     run_ranks(4, on_ranks, "llama", "left", "moba_mixed", strategy="gather_kv", heads=2, kv_heads=1)
 

@@ -98,13 +98,15 @@ def test_install_twice():
     now = found()
     ds_mla_ulysses.install()
     assert all(a is b for a, b in zip(found(), now, strict=True))
-    found_settings = r"installed already, with sp_in_eval=False, strategy='packed': call ds_mla_ulysses.uninstall"
-    for other in (dict(sp_in_eval=True), dict(strategy="gather_kv")):
+    found_settings = r"installed already, with sp_in_eval=False, strategy='packed', split='contiguous': call ds_mla_ulysses.uninstall"
+    for other in (dict(sp_in_eval=True), dict(strategy="gather_kv"), dict(strategy="gather_kv", split="head_tail")):
         with pytest.raises(RuntimeError, match=found_settings):
             ds_mla_ulysses.install(**other)
     ds_mla_ulysses.uninstall()
-    with pytest.raises(ValueError, match=r"strategy must be one of \['packed', 'latent_kv', 'gather_kv'\], got 'ring'"):
+    with pytest.raises(ValueError, match=r"strategy must be one of \['packed', .* 'gather_kv'\], got 'ring'"):
         ds_mla_ulysses.install(strategy="ring")
+    with pytest.raises(ValueError, match="split='head_tail' is for strategy='gather_kv'"):
+        ds_mla_ulysses.install(split="head_tail")
 
 
 def test_untested_versions_are_named(monkeypatch):

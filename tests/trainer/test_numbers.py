@@ -189,6 +189,15 @@ def test_the_comparison_can_fail():
     assert torch.isfinite(torch.tensor(got["losses"])).all()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_latents_travel(stage):
-    equals_one_process(2, Run(stage=stage, strategy="latent_kv"))
+@pytest.mark.parametrize(
+    "stage,settings",
+    [
+        (2, dict(strategy="latent_kv")),
+        (3, dict(strategy="latent_kv")),
+        (3, dict(strategy="latent_qkv")),
+        (2, dict(strategy="gather_kv", split="head_tail")),
+        (3, dict(strategy="gather_kv", split="head_tail", family="llama")),
+    ],
+)
+def test_strategies(stage, settings):
+    equals_one_process(2, Run(stage=stage, **settings))

@@ -41,7 +41,7 @@ class Run:
         prepare: `prepare(model) -> model` before the Trainer is built.
         trainer: `trainer(Run) -> dict` of further arguments of the Trainer; its class under "class".
         extra: `extra(trainer) -> Any` after training.
-        sp_in_eval, strategy: arguments of install.
+        sp_in_eval, strategy, split: arguments of install.
         handler: arguments of DeepSpeedSequenceParallelConfig.
     """
 
@@ -60,6 +60,7 @@ class Run:
     extra: Callable[[Any], Any] | None = None
     sp_in_eval: bool = False
     strategy: str = "packed"
+    split: str = "contiguous"
     handler: tuple[tuple[str, Any], ...] = ()
 
 
@@ -139,7 +140,7 @@ def sharded(run: Run) -> dict[str, Any]:
     import ds_mla_ulysses
 
     with fresh_state():
-        ds_mla_ulysses.install(sp_in_eval=run.sp_in_eval, strategy=run.strategy)
+        ds_mla_ulysses.install(sp_in_eval=run.sp_in_eval, strategy=run.strategy, split=run.split)
         try:
             return _train(run, dist.get_world_size(), 1)
         finally:
