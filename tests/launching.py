@@ -28,6 +28,7 @@ def run_script(processes, *words):
 
 def _script(words):
     from trainer_runs import fresh_state
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     import ds_mla_ulysses
 
@@ -35,6 +36,8 @@ def _script(words):
     with contextlib.ExitStack() as stack:
         stack.enter_context(fresh_state())
         stack.callback(ds_mla_ulysses.uninstall)
+        for interface in (AttentionInterface, AttentionMaskInterface):  # or the script's names were taken from then on
+            stack.enter_context(mock.patch.dict(interface._global_mapping))
         stack.enter_context(mock.patch("torch.distributed.destroy_process_group"))  # the pool's, which lives on
         stack.enter_context(mock.patch.multiple(sys, argv=words, path=[str(Path(words[0]).parent), *sys.path]))
         stack.enter_context(contextlib.redirect_stdout(said))
