@@ -1,5 +1,6 @@
 """Makes the tests' own modules importable, in pytest and in the rank processes alike."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,14 @@ sys.path[:0] = [path for path in rank_pool.PATHS if path not in sys.path]
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_runtest_setup():
+    rank_pool.freeze_modules()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # extensions complain of objects that outlive the interpreter
 
 
 @pytest.fixture

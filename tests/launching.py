@@ -1,13 +1,51 @@
-"""Scripts as a user starts them: through a launcher, over processes on the CPU."""
+"""Scripts as a user starts them: through a launcher, over processes on the CPU; or on the ranks of a pool."""
 
+import contextlib
+import io
 import os
+import runpy
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
+
+from rank_pool import run_ranks
 
 ROOT = Path(__file__).parents[1]
 ACCELERATE_CONFIG = ROOT / "configs" / "accelerate_zero3_sp.yaml"
+
+
+def run_script(processes, *words):
+    """Runs a script on ranks, which have imported already what a launched process takes seconds to import.
+
+    Returns what `launch` does: of rank 0, where some rank has failed the code of that one.
+    """
+    answers = run_ranks(processes, _script, [str(word) for word in words], timeout=200)
+    code = next((code for code, _ in answers if code), 0)
+    return subprocess.CompletedProcess(words, code, stdout=answers[0][1], stderr="")
+
+
+def _script(words):
+    from trainer_runs import fresh_state
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    import ds_mla_ulysses
+
+    said, code = io.StringIO(), 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fresh_state())
+        stack.callback(ds_mla_ulysses.uninstall)
+        for interface in (AttentionInterface, AttentionMaskInterface):  # or the script's names were taken from then on
+            stack.enter_context(mock.patch.dict(interface._global_mapping))
+        stack.enter_context(mock.patch("torch.distributed.destroy_process_group"))  # the pool's, which lives on
+        stack.enter_context(mock.patch.multiple(sys, argv=words, path=[str(Path(words[0]).parent), *sys.path]))
+        stack.enter_context(contextlib.redirect_stdout(said))
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    return code or 0, said.getvalue()
 
 
 def launch(launcher, *words, processes=2):

@@ -1,11 +1,11 @@
-"""The example as a user starts it: through the deepspeed launcher."""
+"""The examples of loops as a user starts them, through the deepspeed launcher, and on the ranks of a pool."""
 
 import json
 import subprocess
 import sys
 
 import pytest
-from launching import ROOT, launch
+from launching import ROOT, launch, run_script
 
 EXAMPLE = ROOT / "examples" / "train_deepspeed.py"
 SMALL = ("--seq-len", "63", "--accumulation", "2")
@@ -45,7 +45,9 @@ def test_resumed_run_continues_exactly(tmp_path):
         "first": ("--steps", 2, "--save", tmp_path / "checkpoint"),
         "resumed": ("--steps", 4, "--resume", tmp_path / "checkpoint"),
     }.items():
-        result = launch("python", EXAMPLE, *SMALL, *options, "--json", tmp_path / f"{name}.json")  # one process will do
+        words = (EXAMPLE, *SMALL, *options, "--json", tmp_path / f"{name}.json")
+        # One process will do. That which resumes is new: it knows the checkpoint only.
+        result = launch("python", *words) if name == "resumed" else run_script(1, *words)
         assert result.returncode == 0, result.stdout + result.stderr
         losses[name] = json.loads((tmp_path / f"{name}.json").read_text())["losses"]
     assert losses["straight"] == losses["first"] + losses["resumed"]
@@ -53,17 +55,16 @@ def test_resumed_run_continues_exactly(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
+    "launched,options",
     [
-        ("--model", "deepseek_v3", "--full-layers", -1),
-        ("--zero-stage", 3, "--strategy", "gather_kv", "--full-after", 0.5),
+        (True, ("--model", "deepseek_v3", "--full-layers", -1)),
+        (False, ("--zero-stage", 3, "--strategy", "gather_kv", "--full-after", 0.5)),
     ],
 )
-def test_moba_equals_one_process(options, tmp_path):
-    result = launch(
-        "deepspeed", ROOT / "examples" / "train_moba.py", *SMALL, *options, "--verify", "--steps", 3, "--block", 8,
-        "--json", tmp_path / "result.json",
-    )  # fmt: skip
+def test_moba_equals_one_process(launched, options, tmp_path):
+    words = (ROOT / "examples" / "train_moba.py", *SMALL, *options, "--verify", "--steps", 3, "--block", 8)
+    words += ("--json", tmp_path / "result.json")
+    result = launch("deepspeed", *words) if launched else run_script(2, *words)
     assert result.returncode == 0, result.stdout + result.stderr
     said = json.loads((tmp_path / "result.json").read_text())
     assert said["equal"] and len(said["losses"]) == len(said["losses_of_one"]) == 3

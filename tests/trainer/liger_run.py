@@ -1,4 +1,4 @@
-"""python liger_run.py FAMILY FUSED: a Trainer with Liger kernels over 2 ranks and in one process, compared.
+"""python liger_run.py [FAMILY LOSS]...: a Trainer with Liger kernels over 2 ranks and in one process, compared.
 
 Liger patches classes of the whole process, and its kernels are Triton's, which run on a CPU only if Triton was
 told before it is imported: so this is a process of its own. RMSNorm's and SwiGLU's kernels do not run in Triton's
@@ -16,8 +16,8 @@ import rank_pool
 sys.path[:0] = [path for path in rank_pool.PATHS if path not in sys.path]
 from trainer_runs import Hashed, Run, assert_equal, over_ranks, reference, sharded  # noqa: E402
 
-if __name__ == "__main__":
-    family, fused = sys.argv[1], sys.argv[2] == "fused"
+
+def compare(family: str, fused: bool) -> None:
     kernels = dict(rope=True, rms_norm=False, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=fused)
     liger = (("use_liger_kernel", True), ("liger_kernel_config", Hashed(kernels)))
     run = Run(family, batch=1, steps=2, args=liger)
@@ -30,4 +30,9 @@ if __name__ == "__main__":
     if fused:
         smoothed = Run(family, batch=1, steps=2, args=(*liger, ("label_smoothing_factor", 0.1)))
         rank_pool.raises_on_ranks(2, ValueError, "switch off fused_linear_cross_entropy", sharded, smoothed)
-    print("equal", answers[0]["losses"])
+    print(family, "equal", answers[0]["losses"])
+
+
+if __name__ == "__main__":
+    for family, loss in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        compare(family, loss == "fused")

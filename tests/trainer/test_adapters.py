@@ -104,12 +104,20 @@ def test_labels_are_refused_beneath_peft_too():
     raises_on_ranks(2, ValueError, "labels cannot be given", adapter_forward)
 
 
-@pytest.mark.parametrize("family,fused", [("llama", "logits"), ("deepseek_v3", "fused")])
-def test_liger(family, fused):
+LIGER = {"llama": "logits", "deepseek_v3": "fused"}
+
+
+@pytest.fixture(scope="module")
+def liger_runs():
+    """All of them in one new process: most of its time it imports."""
+    script = [sys.executable, str(Path(__file__).parent / "liger_run.py"), *(x for pair in LIGER.items() for x in pair)]
+    return subprocess.run(script, capture_output=True, text=True, check=False, timeout=240)
+
+
+@pytest.mark.parametrize("family", LIGER)
+def test_liger(family, liger_runs):
     """Its loss without logits is this rank's share of the group's; see liger_run.py for what runs on a CPU."""
-    script = [sys.executable, str(Path(__file__).parent / "liger_run.py"), family, fused]
-    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0 and "equal [" in done.stdout, done.stderr[-4000:]
+    assert f"{family} equal [" in liger_runs.stdout and liger_runs.returncode == 0, liger_runs.stderr[-4000:]
 
 
 # TRL

@@ -1,9 +1,12 @@
-"""The examples of Trainer and TRL as a user starts them: through each launcher, over processes on the CPU."""
+"""The examples of Trainer and TRL as a user starts them: through each launcher, over processes on the CPU.
+
+A launch costs as much as ten runs on a pool's ranks, so only what launchers have a part in is launched.
+"""
 
 import json
 
 import pytest
-from launching import ROOT, launch
+from launching import ROOT, launch, run_script
 
 HF_TRAINER = ROOT / "examples" / "train_hf_trainer.py"
 # Odd lengths, and steps that end within a round of the loader.
@@ -23,7 +26,7 @@ def equals_one_process(result, file):
 
 def test_trainer_equals_a_plain_one(tmp_path):
     options = ("--sp-size", 2, "--zero-stage", 0, "--output", tmp_path, "--json", tmp_path / "result.json")
-    result = launch("deepspeed", HF_TRAINER, *SMALL, *options, processes=4)
+    result = run_script(4, HF_TRAINER, *SMALL, *options)
     equals_one_process(result, tmp_path / "result.json")
 
 

@@ -122,9 +122,17 @@ def dataset(run: Run) -> list[dict[str, Any]]:
     return samples() if run.data is None else run.data()
 
 
-@functools.cache
 def reference(run: Run, groups: int = 1) -> dict[str, Any]:
-    """The run in this process; `groups` data-parallel groups make its batch as many times as large."""
+    """The run in this process; `groups` data-parallel groups make its batch as many times as large.
+
+    Trained once for all runs that differ only in how they are spread over ranks, as one process reads none of that.
+    """
+    spread = ("sp", "stage", "only_sp_size", "config", "sp_in_eval", "strategy", "handler")
+    return _of_one_process(dataclasses.replace(run, **{name: getattr(Run, name) for name in spread}), groups)
+
+
+@functools.cache
+def _of_one_process(run: Run, groups: int) -> dict[str, Any]:
     return _train(run, 0, groups)
 
 
