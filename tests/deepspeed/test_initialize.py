@@ -113,9 +113,12 @@ def test_three_sgd_steps(size, sp_size, stage, reduce_scatter, clip):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_rows_of_a_weight(stage):
-    """Each rank has the gradient of its own heads, in a weight that ZeRO-3 takes apart."""
-    run_ranks(2, compare_update, "deepseek_v3", 2, stage, 0.5, True, strategy="latent_kv")
+@pytest.mark.parametrize(
+    "way", [dict(strategy="latent_kv"), dict(strategy="latent_qkv"), dict(strategy="gather_kv", split="head_tail")]
+)
+def test_strategies(way, stage):
+    """With the latent ones each rank has the gradient of its own heads, in weights that ZeRO-3 takes apart."""
+    run_ranks(2, compare_update, "deepseek_v3", 2, stage, 0.5, True, **way)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

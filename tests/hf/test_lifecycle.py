@@ -54,7 +54,7 @@ def restores(family, strategy):
     dmu.parallelize(model).restore()
 
 
-@pytest.mark.parametrize("strategy", ["packed", "latent_kv"])
+@pytest.mark.parametrize("strategy", ["packed", "latent_kv", "latent_qkv", "gather_kv"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k25", "minicpm3", "longcat_flash"])
 def test_restore_puts_every_attribute_back(family, strategy):
     run_ranks(2, restores, family, strategy)

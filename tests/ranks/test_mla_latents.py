@@ -78,6 +78,89 @@ def test_compiled(size):
     run_ranks(size, check, 2, 6, 4, 0, True)
 
 
+def run_of(x, group):
+    """This rank's tokens of [B, S, ...]."""
+    chunks = x.chunk(group.size if group.split == "contiguous" else 2 * group.size, dim=1)
+    if group.split == "contiguous":
+        return chunks[group.rank]
+    return torch.cat([chunks[group.rank], chunks[2 * group.size - 1 - group.rank]], dim=1)
+
+
+def check_gathering(B, T, H, batch_dim_idx, split, compiled=False):
+    """Queries stay: every rank expands all heads of all tokens."""
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.comm.group import SequenceGroup
+
+    group = SequenceGroup.of(dist.group.WORLD).with_split(split)
+    whole = whole_tensors(B, T * group.size, H)
+    want = oracle(*whole)
+    flip = (lambda x: x.transpose(0, 1)) if batch_dim_idx == 1 else (lambda x: x)
+    weight = whole[3].clone().requires_grad_()
+    places = []
+
+    def expand(latent, heads):
+        assert (heads.start, heads.stop) == (0, H)
+        return torch.einsum("xyl,hpl->xyhp", latent, weight)
+
+    def local_attention(q, k, v, first_query):
+        q, k, v = flip(q), flip(k), flip(v)
+        places.append((first_query, first_query + q.shape[1]))
+        before = q.new_zeros(B, first_query, *q.shape[2:])
+        after = q.new_zeros(B, k.shape[1] - first_query - q.shape[1], *q.shape[2:])
+        out = causal_attention(torch.cat([before, q, after], 1), k, v)
+        return flip(out[:, first_query : first_query + q.shape[1]])
+
+    attention = dmu.GatherKVMLAAttention(local_attention, group, nope_dim=N, rope_dim=R, value_dim=V)
+    step = torch.compile(attention, backend="aot_eager") if compiled else attention
+    inputs = [flip(run_of(x, group)).contiguous().requires_grad_() for x in whole[:3]]
+    with dmu.TrafficMeter() as meter:
+        out = step(*inputs, batch_dim_idx, expand=expand)
+        out.backward(flip(run_of(whole[4], group)).contiguous())
+    assert out.is_contiguous()
+    for got, expected in zip([out.detach(), *(x.grad for x in inputs)], want[:4], strict=True):
+        torch.testing.assert_close(flip(got), run_of(expected, group), rtol=1e-10, atol=1e-11)
+    if group.size > 1:
+        dist.all_reduce(weight.grad)
+        sent = B * T * (L + R) * (group.size - 1) * 8
+        assert meter.bytes == {("all_gather", "forward"): sent, ("all_to_all", "backward"): sent}
+    torch.testing.assert_close(weight.grad, want[4], rtol=1e-10, atol=1e-11)
+    return places
+
+
+@pytest.mark.parametrize("batch_dim_idx", [0, 1])
+@pytest.mark.parametrize("split,T,H", [("contiguous", 5, 2), ("head_tail", 6, 3)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_queries_that_stay(size, split, T, H, batch_dim_idx):
+    places = run_ranks(size, check_gathering, 2, T, H, batch_dim_idx, split)
+    S = T * size
+    # every query once; the two runs in the middle are one
+    assert sorted(i for own in places for run in own for i in range(*run)) == list(range(S))
+    assert [len(own) for own in places] == ([2] * (size - 1) + [1] if split == "head_tail" else [1] * size)
+
+
+@pytest.mark.parametrize("split", ["contiguous", "head_tail"])
+def test_queries_that_stay_compiled(split):
+    run_ranks(2, check_gathering, 2, 6, 4, 0, split, True)
+
+
+def head_tail_of_heads():
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.comm.group import SequenceGroup
+
+    group = SequenceGroup.of(dist.group.WORLD).with_split("head_tail")
+    dmu.UlyssesMLAAttention(lambda q, k, v: v, group, nope_dim=N, rope_dim=R, value_dim=V)
+
+
+def test_head_and_tail_are_for_queries_that_stay():
+    raises_on_ranks(
+        2, ValueError, "split='head_tail' is for the strategy 'gather_kv', whose queries", head_tail_of_heads
+    )
+
+
 def wrong(what):
     import torch.distributed as dist
 

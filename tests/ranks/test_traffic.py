@@ -4,22 +4,30 @@ import pytest
 import torch
 from rank_pool import run_ranks
 
-H, N, R, V, L, T, RANKS = 128, 128, 64, 128, 512, 4, 8
+H, N, R, V, L, Q, T, RANKS = 128, 128, 64, 128, 512, 1536, 4, 8
 K, P = N + R, N + V
 
 
-def on_eight_ranks(strategy, compiled):
-    """One rank of a fake group of 8: collectives are counted and move nothing."""
+def fake_group():
+    """One rank of a group of 8 whose collectives are counted and move nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import ds_mla_ulysses as dmu
-
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=RANKS)
-    attention = dmu.UlyssesMLAAttention(
-        lambda q, k, v: q[..., :V] + k[..., :V] + v, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V
-    )
+    return dist.group.WORLD
+
+
+def on_eight_ranks(strategy, compiled):
+    import ds_mla_ulysses as dmu
+
+    widths = dict(nope_dim=N, rope_dim=R, value_dim=V)
+    if strategy == "gather_kv":
+        attention = dmu.GatherKVMLAAttention(
+            lambda q, k, v, first_query: q[..., :V] + (k[..., :V] + v)[:, :T], fake_group(), **widths
+        )
+    else:
+        attention = dmu.UlyssesMLAAttention(lambda q, k, v: q[..., :V] + k[..., :V] + v, fake_group(), **widths)
     step = torch.compile(attention, backend="aot_eager") if compiled else attention
     shapes = [(1, T, H, K), (1, T, H, P) if strategy == "packed" else (1, T, L), (1, T, R)]
     q, kv, k_shared = (torch.zeros(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
@@ -29,35 +37,87 @@ def on_eight_ranks(strategy, compiled):
 
     with dmu.TrafficMeter() as meter:
         step(q, kv, k_shared, 0, **({} if strategy == "packed" else {"expand": expand})).sum().backward()
-    dist.destroy_process_group()
     return dict(meter.calls), dict(meter.bytes), meter.total_bytes
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("strategy,elements,of_stock", [("packed", 64_960, 0.907), ("latent_kv", 39_872, 0.557)])
-def test_deepseek_v3_on_eight_ranks(strategy, elements, of_stock, compiled):
+def layer_on_eight_ranks(strategy):
+    """One layer with the real widths of DeepSeek-V3's attention, as parallelize patches it."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    import ds_mla_ulysses as dmu
+
+    config = DeepseekV3Config(
+        hidden_size=32, num_hidden_layers=1, first_k_dense_replace=1, intermediate_size=32, vocab_size=16,
+        num_attention_heads=H, num_key_value_heads=H, qk_nope_head_dim=N, qk_rope_head_dim=R, v_head_dim=V,
+        kv_lora_rank=L, q_lora_rank=Q,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config).bfloat16()
+    inputs = torch.zeros(1, T, 32, dtype=torch.bfloat16)
+    dmu.parallelize(model, strategy=strategy, group=fake_group())
+    from ds_mla_ulysses.hf.latents import DOCUMENTS
+    from ds_mla_ulysses.layout.documents import Documents
+
+    starts = torch.zeros(1, T * RANKS, dtype=torch.bool)
+    starts[:, 0] = True
+    positions = torch.arange(3 * T, 4 * T)[None]
+    # The layer alone: a fake group cannot tell what others say before the first layer.
+    with dmu.TrafficMeter() as meter:
+        layer = model.model.layers[0].self_attn
+        embeddings = model.model.rotary_emb(inputs, positions)
+        settings = {"position_embeddings": embeddings, "attention_mask": None, DOCUMENTS: Documents(starts)}
+        layer(hidden_states=inputs.requires_grad_(), **settings)[0].sum().backward()
+    meter.calls.pop(("all_gather", "setup"), None)
+    setup = meter.bytes.pop(("all_gather", "setup"), 0)
+    return dict(meter.calls), dict(meter.bytes), meter.total_bytes, setup
+
+
+def alone(fn, *args):
     # A pool of its own, since the worker's process group is replaced.
     import rank_pool
 
     pool = rank_pool._Pool(1)
     try:
-        ((status, *answer),) = pool.call(on_eight_ranks, (strategy, compiled), {}, 120)
+        ((status, *answer),) = pool.call(fn, args, {}, 120)
     finally:
         pool.kill()
     assert status == "ok", answer
-    calls, sent, total = answer[0]
-    assert calls == {
-        ("all_gather", "forward"): 1,
-        ("all_to_all", "forward"): 2,
-        ("all_to_all", "backward"): 3,
-    }
-    by_heads, gathered = {"packed": (K + P + V, R), "latent_kv": (K + V, L + R)}[strategy]
+    return answer[0]
+
+
+#: By heads and gathered, of DeepSeek-V3; and what of stock's elements that may be.
+FORMULAS = {
+    "packed": (K + P + V, R, 64_960, 0.907),
+    "latent_kv": (K + V, L + R, 39_872, 0.557),
+    "latent_qkv": (V, Q + L + R, 29_120, 0.407),
+    "gather_kv": (0, L + R, 4_032, 0.057),
+}
+
+
+def assert_formula(strategy, calls, sent, total):
+    by_heads, gathered, elements, of_stock = FORMULAS[strategy]
+    exchanges = {"packed": 2, "latent_kv": 2, "latent_qkv": 1, "gather_kv": 0}[strategy]
+    wanted = {("all_gather", "forward"): 1, ("all_to_all", "backward"): exchanges + 1}
+    assert calls == wanted | ({("all_to_all", "forward"): exchanges} if exchanges else {})
     per_token = H * by_heads * (RANKS - 1) // RANKS + gathered * (RANKS - 1)
     assert per_token == elements <= of_stock * 71_680
-    forward = sent["all_gather", "forward"] + sent["all_to_all", "forward"]
+    forward = sent["all_gather", "forward"] + sent.get(("all_to_all", "forward"), 0)
     assert forward == sent["all_to_all", "backward"] == per_token * T * 2
     assert sent["all_gather", "forward"] == gathered * (RANKS - 1) * T * 2
     assert total == 2 * forward
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("strategy", ["packed", "latent_kv", "gather_kv"])
+def test_deepseek_v3_on_eight_ranks(strategy, compiled):
+    assert_formula(strategy, *alone(on_eight_ranks, strategy, compiled))
+
+
+@pytest.mark.parametrize("strategy", FORMULAS)
+def test_layer_of_deepseek_v3_on_eight_ranks(strategy):
+    *counted, setup = alone(layer_on_eight_ranks, strategy)
+    assert_formula(strategy, *counted)
+    # Rope's tables are gathered once per forward where a layer runs on all tokens, and never elsewhere.
+    assert (setup > 0) == (strategy == "latent_qkv")
 
 
 def silent_alone():

@@ -27,7 +27,19 @@ def oracle(q, k, v, grad, boundaries, block, topk, scale):
 
 
 def check(
-    B, T, H, G, width, batch_dim_idx, boundaries, block, topk, scale=None, implementation="torch", strategy="packed"
+    B,
+    T,
+    H,
+    G,
+    width,
+    batch_dim_idx,
+    boundaries,
+    block,
+    topk,
+    scale=None,
+    implementation="torch",
+    strategy="packed",
+    split="contiguous",
 ):
     import torch.distributed as dist
 
@@ -35,10 +47,14 @@ def check(
     from ds_mla_ulysses.comm.group import SequenceGroup
     from ds_mla_ulysses.moba import MoBAConfig
 
-    group = SequenceGroup.of(dist.group.WORLD)
+    group = SequenceGroup.of(dist.group.WORLD).with_split(split)
     whole = whole_tensors(B, T * group.size, H, G, width)
     want = oracle(*whole, boundaries, block, topk, scale)
-    mine = slice(group.rank * T, (group.rank + 1) * T)
+    places = torch.arange(T * group.size)
+    mine = places[group.rank * T : (group.rank + 1) * T]
+    if split == "head_tail":
+        chunks = places.chunk(2 * group.size)
+        mine = torch.cat([chunks[group.rank], chunks[-1 - group.rank]])
     flip = (lambda x: x.transpose(0, 1)) if batch_dim_idx == 1 else (lambda x: x)
     config = MoBAConfig(moba_chunk_size=block, moba_topk=topk, implementation=implementation)
     attention = dmu.UlyssesMoBAAttention(config, group, strategy)
@@ -86,6 +102,16 @@ def test_documents_are_those_of_the_whole_sequence(size, strategy):
     S = 24 * size
     boundaries = [0, 5, 5, 31, S, S + 17, 2 * S]
     run_ranks(size, check, 2, 24, 4, 2, V, 0, boundaries, 4, 2, strategy=strategy)
+
+
+@pytest.mark.parametrize("batch_dim_idx", [0, 1])
+@pytest.mark.parametrize("size", [2, 4])
+def test_head_and_tail(size, batch_dim_idx):
+    """Documents that begin and end in either run of a rank."""
+    S = 24 * size
+    boundaries = [0, 5, 5, 31, S, S + 17, 2 * S]
+    settings = dict(strategy="gather_kv", split="head_tail")
+    run_ranks(size, check, 2, 24, 4, 2, V, batch_dim_idx, boundaries, 4, 2, **settings)
 
 
 @STRATEGIES
