@@ -100,6 +100,11 @@ def test_metrics_and_predictions(sharded):
     check(2, Run(sp_in_eval=sharded, steps=2), True)
 
 
+def test_predictions_of_head_and_tail():
+    """Their logits are put back in the order of the tokens."""
+    check(2, Run(sp_in_eval=True, steps=2, strategy="gather_kv", split="head_tail"), True)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_left_padded_batches(sharded):
     check(2, Run(sp_in_eval=sharded, steps=2), False, Left)
