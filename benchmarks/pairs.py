@@ -27,6 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARMUP = 3
+#: Kinds of operators, by parts of their names.
+PROFILE = {
+    "products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "copies": ("aten::copy_", "aten::cat", "aten::fill_", "aten::add"),
+    "sums": ("aten::sum",),
+}
 
 
 @dataclass
@@ -62,6 +68,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     found.add_argument("--dtype", choices=DTYPES, default="bf16")
     found.add_argument("--pairs", type=int, default=21)
     found.add_argument("--json", action="store_true")
+    found.add_argument("--profile", action="store_true", help="where the time of each side goes, in the place of times")
     return found
 
 
@@ -95,17 +102,15 @@ def _run(rank: int, compare: Callable[[argparse.Namespace], Comparison], args: a
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     this = compare(args)
     times: dict[str, list[float]] = {name: [] for name in this.sides}
-    for pair in range(args.pairs + WARMUP):
-        for name, side in this.sides.items():
-            for x in this.inputs:
-                x.grad = None
-            dist.barrier()
-            begin = time.perf_counter()
-            side().backward(this.grad)
-            dist.barrier()
+    for pair in range(args.pairs + WARMUP if not args.profile else WARMUP):
+        for name in this.sides:
+            ms = _turn(this, name)
             if pair >= WARMUP:
-                times[name].append(1e3 * (time.perf_counter() - begin))
-    rows = this.rows(times) if this.rows else _rows(this, times)
+                times[name].append(ms)
+    if args.profile:
+        rows = [_profile(this, name, args.pairs) for name in this.sides]
+    else:
+        rows = this.rows(times) if this.rows else _rows(this, times)
     if rank == 0:
         if args.json:
             print(
@@ -117,6 +122,30 @@ def _run(rank: int, compare: Callable[[argparse.Namespace], Comparison], args: a
                 print("  ".join(f"{value:>14}" for value in row.values()))
     sys.stdout.flush()
     os._exit(0)
+
+
+def _turn(this: Comparison, name: str) -> float:
+    """One forward and backward of a side, between barriers, in ms."""
+    for x in this.inputs:
+        x.grad = None
+    dist.barrier()
+    begin = time.perf_counter()
+    this.sides[name]().backward(this.grad)
+    dist.barrier()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _profile(this: Comparison, name: str, turns: int) -> dict[str, Any]:
+    """ms of a turn that operators spend by themselves, by what they do; most of the rest waits for other ranks."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(turns):
+            _turn(this, name)
+    found = dict.fromkeys((*PROFILE, "rest"), 0.0)
+    for event in profiler.key_averages():
+        if not event.key.startswith("gloo:"):  # runs in a thread of its own while an operator waits
+            kind = next((kind for kind, names in PROFILE.items() if event.key.startswith(names)), "rest")
+            found[kind] += event.self_cpu_time_total / 1e3 / turns
+    return {"side": name} | {f"{kind} ms": round(total, 1) for kind, total in found.items()}
 
 
 def ratio(ours: list[float], base: list[float]) -> float:

@@ -84,26 +84,32 @@ class Latents:
             raise ValueError(
                 f"expand must return kv {wanted} in {k_shared.dtype}, got {tuple(kv.shape)} in {kv.dtype}."
             )
-        N = self.nope_dim
-        key = _JoinKey.apply(
-            by_token(kv[..., :N], batch_dim_idx), by_token(k_shared, batch_dim_idx), batch_dim_idx == 0
-        )
-        return key, kv[..., N:]
+        rows = by_token(kv, batch_dim_idx), by_token(k_shared, batch_dim_idx)
+        key, v_SBMV = _KeyAndValue.apply(*rows, self.nope_dim, batch_dim_idx == 0)
+        return key, by_token(v_SBMV, batch_dim_idx)
 
 
-class _JoinKey(torch.autograd.Function):
-    """k_SBMN and the shared key_SBR, which all have -> K of these heads, in the layout of the call.
+class _KeyAndValue(torch.autograd.Function):
+    """kv_SBMP and the shared key_SBR, which all have -> K of these heads, in the layout of the call, and v_SBMV, a view.
 
-    Backward: the heads' gradient of the shared key is summed in fp32 (or wider) and rounded once.
+    Backward: kv's gradient is written once, in the layout of the call (slices of kv would each have one of full width,
+    to be added up); the heads' gradient of the shared key is summed in fp32 (or wider) and rounded once.
     """
 
     @staticmethod
-    def forward(ctx, k_nope_SBMN: Tensor, shared_SBR: Tensor, batch_first: bool) -> Tensor:
-        ctx.batch_first, ctx.nope_dim = batch_first, k_nope_SBMN.shape[-1]
-        return join_shared_key(k_nope_SBMN, shared_SBR, batch_first)
+    def forward(ctx, kv_SBMP: Tensor, shared_SBR: Tensor, nope_dim: int, batch_first: bool) -> tuple[Tensor, Tensor]:
+        ctx.batch_first, ctx.nope_dim = batch_first, nope_dim
+        k_nope_SBMN, v_SBMV = kv_SBMP.split([nope_dim, kv_SBMP.shape[-1] - nope_dim], dim=-1)
+        return join_shared_key(k_nope_SBMN, shared_SBR, batch_first), v_SBMV
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        grad_SBMK = grad.transpose(0, 1) if ctx.batch_first else grad
-        of_nope, of_shared = grad_SBMK.split([ctx.nope_dim, grad.shape[-1] - ctx.nope_dim], dim=-1)
-        return of_nope, of_shared.sum(2, dtype=accumulation_dtype(grad.dtype)).to(grad.dtype), None
+    def backward(ctx, dk: Tensor, dv_SBMV: Tensor):
+        N = ctx.nope_dim
+        dk_SBMK = dk.transpose(0, 1) if ctx.batch_first else dk
+        (S, B, M, _), V = dk_SBMK.shape, dv_SBMV.shape[-1]
+        dkv = dk.new_empty(*((B, S) if ctx.batch_first else (S, B)), M, N + V)
+        dkv_SBMP = dkv.transpose(0, 1) if ctx.batch_first else dkv
+        dkv_SBMP[..., :N].copy_(dk_SBMK[..., :N])
+        dkv_SBMP[..., N:].copy_(dv_SBMV)
+        dshared_SBR = dk_SBMK[..., N:].sum(2, dtype=accumulation_dtype(dk.dtype)).to(dk.dtype)
+        return dkv_SBMP, dshared_SBR, None, None
