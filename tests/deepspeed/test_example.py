@@ -58,7 +58,7 @@ def test_resumed_run_continues_exactly(tmp_path):
     "launched,options",
     [
         (True, ("--model", "deepseek_v3", "--full-layers", -1)),
-        (False, ("--zero-stage", 3, "--strategy", "gather_kv", "--full-after", 0.5)),
+        (False, ("--zero-stage", 3, "--strategy", "gather_kv", "--split", "head_tail", "--full-after", 0.5)),
     ],
 )
 def test_moba_equals_one_process(launched, options, tmp_path):
