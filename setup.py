@@ -35,6 +35,7 @@ setup(
         # the lowest that these transformers accept
         "accelerate>=1.1.0",
     ],
+    entry_points={"console_scripts": ["ds-mla-ulysses = ds_mla_ulysses.cli:main"]},
     extras_require={
         "flash": ["flash-attn"],
         "show": ["matplotlib"],

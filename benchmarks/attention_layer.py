@@ -70,8 +70,9 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
 
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.comm.group import SequenceGroup
+    from ds_mla_ulysses.hf.latents import gather_latents
     from ds_mla_ulysses.hf.rows import with_heads
-    from ds_mla_ulysses.layout.exchange import GatherTokens, HeadsToTokens
+    from ds_mla_ulysses.layout.exchange import HeadsToTokens
 
     (H, N, R, V), L, Q = PRESETS[args.preset], LATENT_WIDTH, QUERY_LATENT_WIDTHS.get(args.preset)
     T, dtype, group = args.tokens // args.ranks, pairs.DTYPES[args.dtype], SequenceGroup.of(dist.group.WORLD)
@@ -121,8 +122,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     own = ours.query_heads(H)
 
     def latent_qkv() -> Tensor:
-        blocks_TB1D = [x.transpose(0, 1).unsqueeze(2) for x in (query, torch.cat([latent, shared], -1))]
-        q_BSQ, kv_BSD = (x.squeeze(2).transpose(0, 1) for x in GatherTokens.apply(group, True, None, *blocks_TB1D))
+        q_BSQ, kv_BSD = gather_latents(query, torch.cat([latent, shared], -1), group)
         k, v = ours.latents.expand(*kv_BSD.split([L, R], -1), 0, own, expand)
         out_SBMV = core(q_of(q_BSQ, own), k, v).transpose(0, 1)
         return HeadsToTokens.apply(out_SBMV, H, group, True).transpose(0, 1)

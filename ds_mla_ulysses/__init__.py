@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 _WHERE = {
+    "Auto": "planner.auto",
     "FullAttentionCallback": "integrations.callbacks",
     "GatherKVAttention": "attention.gather",
     "GatherKVMLAAttention": "attention.gather",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from .integrations.trainer import install, uninstall
     from .layout.batch import shard_batch
     from .moba.config import MoBAConfig
+    from .planner.auto import Auto
 
 
 def __getattr__(name: str) -> Any:

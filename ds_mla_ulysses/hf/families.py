@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..layout.widths import MLAWidths
+
 #: Model types that the tests train; others with the same modules work with a warning. First those with MLA.
 TESTED = (
     "deepseek_v2",
@@ -43,30 +45,6 @@ _ALONE = "train it without sequence parallelism"
 
 class UnsupportedModelError(ValueError):
     """The model cannot be made sequence-parallel; the message names it, the reason and the way out."""
-
-
-@dataclass(frozen=True)
-class MLAWidths:
-    """Widths of one MLA layer: N, R, V, L and Q (None where there is no query latent), and its heads H."""
-
-    heads: int
-    nope: int
-    rope: int
-    value: int
-    latent: int
-    query_latent: int | None
-
-    @classmethod
-    def of(cls, module: nn.Module) -> MLAWidths:
-        """Reads the widths of a Hugging Face MLA attention module."""
-        return cls(
-            module.num_heads,
-            module.qk_nope_head_dim,
-            module.qk_rope_head_dim,
-            module.v_head_dim,
-            module.kv_lora_rank,
-            getattr(module, "q_lora_rank", None),
-        )
 
 
 @dataclass(frozen=True)

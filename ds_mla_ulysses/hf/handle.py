@@ -23,6 +23,7 @@ class Handle:
         data_rank, data_size: `rank` and `num_replicas` for a sampler, so that the ranks of a group
             read the same data and groups read different data.
         strategy: what travels between ranks.
+        why: why it is that, of "auto".
         split: which tokens of a sequence a rank holds.
         is_restored: whether `restore` was called.
         owes_loss: whether a sharded forward with gradients was not followed by a loss of the whole group yet;
@@ -36,10 +37,11 @@ class Handle:
         data_rank: int,
         data_size: int,
         strategy: str,
+        why: str,
         pause: Callable[[bool], bool],
         undo: Callable[[], None],
     ) -> None:
-        self.model, self.group, self.strategy = model, group, strategy
+        self.model, self.group, self.strategy, self.why = model, group, strategy, why
         self.data_rank, self.data_size = data_rank, data_size
         self._pause, self._undo = pause, undo
         self._engine: Any = None

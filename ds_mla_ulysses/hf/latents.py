@@ -29,8 +29,8 @@ from ..comm.collectives import gather_now
 from ..comm.group import SequenceGroup
 from ..layout.documents import Documents
 from ..layout.exchange import GatherTokens, HeadsToTokens
+from ..layout.widths import MLAWidths
 from .calls import by_name
-from .families import MLAWidths
 from .kernel import as_autocast
 
 #: The keyword argument in which the documents of a forward travel to its attention calls.
@@ -65,8 +65,7 @@ def on_latents(module: nn.Module, group: SequenceGroup, heads: slice) -> Callabl
         q_BTQ = real["q_a_layernorm"](real["q_a_proj"](x_BTD))
         latent_BTL, k_rot_BTR = real["kv_a_proj_with_mqa"](x_BTD).split([widths.latent, widths.rope], dim=-1)
         kv_BTD = torch.cat([real["kv_a_layernorm"](latent_BTL), k_rot_BTR], dim=-1)
-        blocks_TB1D = [x.transpose(0, 1).unsqueeze(2) for x in as_autocast(q_BTQ, kv_BTD)]
-        q_BSQ, kv_BSD = (x.squeeze(2).transpose(0, 1) for x in GatherTokens.apply(group, True, None, *blocks_TB1D))
+        q_BSQ, kv_BSD = gather_latents(*as_autocast(q_BTQ, kv_BTD), group)
 
         def to_tokens(out_BSW: Tensor) -> Tensor:
             out_SBMV = out_BSW.unflatten(-1, (-1, widths.value)).transpose(0, 1)
@@ -91,6 +90,13 @@ def on_latents(module: nn.Module, group: SequenceGroup, heads: slice) -> Callabl
                 del vars(module)[name]
 
     return forward
+
+
+def gather_latents(q_BTQ: Tensor, kv_BTD: Tensor, group: SequenceGroup) -> tuple[Tensor, Tensor]:
+    """Query latents, and latents side by side with rope keys (D = L+R), of all tokens: one all-gather."""
+    blocks_TB1D = [x.transpose(0, 1).unsqueeze(2) for x in (q_BTQ, kv_BTD)]
+    q_BSQ, kv_BSD = (x.squeeze(2).transpose(0, 1) for x in GatherTokens.apply(group, True, None, *blocks_TB1D))
+    return q_BSQ, kv_BSD
 
 
 def _of_all_tokens(x: Any, documents: Documents, group: SequenceGroup) -> Any:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -35,13 +36,16 @@ from torch import Tensor, nn
 from ..comm.group import SequenceGroup, gather_objects, raise_first, split_world
 from ..layout.batch import SHARDED
 from ..layout.documents import Documents, gather_documents
+from ..planner.auto import Auto
 from .calls import by_name, is_given
 from .families import TESTED, AttentionModel, find_attention, is_mla, is_patched
 from .handle import Handle
 from .kernel import LocalKernel, as_autocast
 from .latents import DOCUMENTS
 from .moba import MoBAKernel, kernel_of
-from .strategies import LayerStrategy, check_layer, check_strategy, strategy_of
+from .strategies import LayerStrategy, check_layer, check_strategy, decide_strategy, strategy_of
+
+_logger = logging.getLogger("ds_mla_ulysses")
 
 #: Our entry in transformers' attention functions. Without "flash" in it: transformers looks for that.
 ATTENTION_NAME = "ds_mla_ulysses"
@@ -77,7 +81,7 @@ def parallelize(
     *,
     sp_size: int | None = None,
     group: SequenceGroup | dist.ProcessGroup | None = None,
-    strategy: str = "packed",
+    strategy: str | Auto = "packed",
     split: str = "contiguous",
     by_batch: bool = False,
 ) -> Handle:
@@ -98,6 +102,8 @@ def parallelize(
             "latent_qkv", for MLA with a query latent: that is gathered too, and queries do not travel.
             "gather_kv": keys and values of all heads are gathered, with MLA its latent and shared key, of which each
             rank expands all heads; queries stay, and there can be fewer heads than ranks.
+            "auto": the fastest of these for the model's widths, the ranks, the length, the link and the rate of products,
+            which are measured; or an `Auto` that gives them. Decided here, once, and the same on all ranks.
         split: which tokens of a sequence a rank holds. "contiguous": the same number of consecutive ones. "head_tail",
             for gather_kv: one chunk from the front and one from the back, which makes causal attention the same work
             on all ranks.
@@ -113,7 +119,7 @@ def parallelize(
         ValueError: fewer heads than ranks, bad groups, an unknown strategy, a split that it does not have.
         RuntimeError: the model is parallelized already.
     """
-    check_strategy(strategy, split)
+    auto = check_strategy(strategy, split)
     if sp_size is not None and (not isinstance(sp_size, int) or sp_size < 1):
         raise ValueError(f"sp_size must be a positive number of ranks, got {sp_size!r}.")
     if sp_size is not None and group is not None:
@@ -131,10 +137,15 @@ def parallelize(
     _init_distributed()
     sequence_group, data_rank, data_size = _groups(sp_size, group)
     sequence_group = sequence_group.with_split(split)
+    why = "asked for"
+    if auto is not None:
+        strategy, why = decide_strategy(auto, model, found.layers, sequence_group)
+        if dist.get_rank() == 0:
+            _logger.warning("strategy='auto' chose %s", why)
     for layer in found.layers:
         check_layer(layer, strategy, sequence_group.size)
     patch = _Patch(model, found, sequence_group, kernels, strategy, by_batch)
-    handle = Handle(model, sequence_group, data_rank, data_size, strategy, patch.pause, patch.undo)
+    handle = Handle(model, sequence_group, data_rank, data_size, strategy, why, patch.pause, patch.undo)
     patch.attach(handle)
     return handle
 

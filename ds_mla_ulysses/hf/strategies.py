@@ -26,11 +26,14 @@ from ..attention.mla import UlyssesMLAAttention
 from ..attention.ulysses import UlyssesAttention
 from ..comm.group import SequenceGroup
 from ..layout.heads import HeadPartition
-from .families import MLAWidths, UnsupportedModelError, is_mla, names_of
+from ..layout.widths import HeadWidths, MLAWidths
+from ..planner.auto import Auto, decide
+from ..planner.cost import STRATEGIES, Work
+from ..planner.models import widths_of_config
+from .families import UnsupportedModelError, is_mla, names_of
 from .latents import on_latents
 from .rows import with_heads
 
-STRATEGIES = ("packed", "latent_kv", "latent_qkv", "gather_kv")
 #: Those that take the rows of projections that belong to the own heads.
 _OF_ROWS = {"latent_kv": ("kv_b_proj",), "latent_qkv": ("q_b_proj", "kv_b_proj")}
 #: Submodules whose part "latent_qkv" knows.
@@ -53,15 +56,41 @@ class LayerStrategy:
     replaced: Sequence[tuple[nn.Module, str, Any]] = ()
 
 
-def check_strategy(strategy: str, split: str) -> None:
-    """Refuses an unknown strategy, and a split that it does not have."""
+def check_strategy(strategy: str | Auto, split: str) -> Auto | None:
+    """Refuses an unknown strategy, and a split that it does not have; what "auto" is decided by, if it is that.
+
+    Raises:
+        ValueError: either.
+    """
+    SequenceGroup.of(None).with_split(split)
+    if isinstance(strategy, Auto) or strategy == "auto":
+        return Auto() if strategy == "auto" else strategy
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {list(STRATEGIES)}, got {strategy!r}.")
-    if SequenceGroup.of(None).with_split(split).split != "contiguous" and strategy != "gather_kv":
+        raise ValueError(f"strategy must be one of {['auto', *STRATEGIES]}, got {strategy!r}.")
+    if split != "contiguous" and strategy != "gather_kv":
         raise ValueError(
             f"split={split!r} is for strategy='gather_kv', whose queries stay where they are: with {strategy!r} every rank "
             "has the same work already. Choose split='contiguous'."
         )
+    return None
+
+
+def decide_strategy(auto: Auto, model: nn.Module, layers: Sequence[nn.Module], group: SequenceGroup) -> tuple[str, str]:
+    """The strategy of a model's layers and why, the same on all ranks; every rank of the job has to call it."""
+    refused: dict[str, str] = {}
+    for strategy in STRATEGIES:
+        try:
+            for layer in layers:
+                check_layer(layer, strategy, group.size)
+        except ValueError as error:
+            refused[strategy] = str(error)
+    layer, any_parameter = layers[0], next(model.parameters())
+    work = Work(_widths_of(layer), group.size, 0, element_bytes=any_parameter.element_size(), split=group.split)
+    return decide(auto, work, refused, group, any_parameter.dtype, any_parameter.device)
+
+
+def _widths_of(layer: nn.Module) -> MLAWidths | HeadWidths:
+    return MLAWidths.of(layer) if is_mla(layer) else widths_of_config(layer.config.to_dict())
 
 
 def check_layer(layer: nn.Module, strategy: str, ranks: int) -> None:

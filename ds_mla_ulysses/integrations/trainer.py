@@ -41,6 +41,7 @@ from ..hf.strategies import check_strategy
 from ..layout.batch import SHARDED, exchange_batches
 from ..layout.loss import count_items, sequence_loss, sum_of_losses
 from ..layout.split import in_order
+from ..planner.auto import Auto
 from .dataloader import ShardedDataLoader
 from .deepspeed import build_engine, init_deepspeed_on_cpu, load_config
 
@@ -51,7 +52,7 @@ _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 _installation: _Installation | None = None
 
 
-def install(*, sp_in_eval: bool = False, strategy: str = "packed", split: str = "contiguous") -> None:
+def install(*, sp_in_eval: bool = False, strategy: str | Auto = "packed", split: str = "contiguous") -> None:
     """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
 
     Call it before the Trainer (or the Accelerator) is built, and before TrainingArguments. A second call with the

@@ -103,7 +103,7 @@ def test_install_twice():
         with pytest.raises(RuntimeError, match=found_settings):
             ds_mla_ulysses.install(**other)
     ds_mla_ulysses.uninstall()
-    with pytest.raises(ValueError, match=r"strategy must be one of \['packed', .* 'gather_kv'\], got 'ring'"):
+    with pytest.raises(ValueError, match=r"strategy must be one of \['auto', 'packed', .* 'gather_kv'\], got 'ring'"):
         ds_mla_ulysses.install(strategy="ring")
     with pytest.raises(ValueError, match="split='head_tail' is for strategy='gather_kv'"):
         ds_mla_ulysses.install(split="head_tail")

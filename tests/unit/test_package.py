@@ -10,7 +10,7 @@ import pytest
 import ds_mla_ulysses
 
 PACKAGE = Path(ds_mla_ulysses.__file__).parent
-LAYERS = ["comm", "layout", "moba", "attention", "hf", "integrations"]
+LAYERS = ["comm", "layout", "planner", "moba", "attention", "hf", "integrations"]
 
 
 def python(code):

@@ -154,7 +154,7 @@ def test_a_layer_without_an_implementation():
     [
         (
             dict(strategy="latent"),
-            r"strategy must be one of \['packed', 'latent_kv', 'latent_qkv', 'gather_kv'\], got 'latent'",
+            r"strategy must be one of \['auto', 'packed', 'latent_kv', 'latent_qkv', 'gather_kv'\], got 'latent'",
         ),
         (dict(sp_size=2, group=object()), "sp_size or group, not both"),
     ],

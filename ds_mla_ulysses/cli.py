@@ -1,0 +1,112 @@
+"""The command `ds-mla-ulysses`.
+
+ds-mla-ulysses plan --model deepseek-v3 --sp 8 --tokens 131072
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from .comm.group import SPLITS
+from .planner.cost import Estimate, Machine, Work, choose, estimates
+from .planner.models import PRESETS, find_widths
+
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command; ends with status 2 and a sentence if what was given does not fit."""
+    parser = argparse.ArgumentParser(prog="ds-mla-ulysses", description="Sequence parallelism for MLA and MoBA models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser(
+        "plan", help="what each strategy costs, and what strategy='auto' would choose", description=_plan.__doc__
+    )
+    add = plan.add_argument
+    add("--model", required=True, help=f"{', '.join(PRESETS)}, a config.json, or a folder with one")
+    add("--sp", type=_positive_int, required=True, metavar="RANKS", help="ranks that share a sequence")
+    add("--tokens", type=_positive_int, required=True, help="of all sequences of a micro-batch together")
+    add("--sequence", type=_positive_int, help="tokens of one sequence (default: all are one)")
+    add("--dtype", choices=_BYTES, default="bf16")
+    add("--link-gbps", type=_positive, default=Machine.link_gbps, help="Gbit/s that a rank sends (default %(default)g)")
+    add("--tflops", type=_positive, default=Machine.tflops, help="of a rank, in products (default %(default)g)")
+    add("--split", choices=SPLITS, default="contiguous", help="which tokens a rank holds, with gather_kv")
+    add("--json", action="store_true", help="one object in the place of the table")
+    args = parser.parse_args(arguments)
+    try:
+        print(_plan(args))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    return int(_positive(str(int(text))))
+
+
+def _plan(args: argparse.Namespace) -> str:
+    """One attention layer, forward and backward, on the rank that has the most to do, by every strategy."""
+    widths = find_widths(args.model)
+    if args.tokens % args.sp:
+        raise ValueError(f"--tokens {args.tokens} must be a multiple of --sp {args.sp}: shard_batch pads to one.")
+    work = Work(widths, args.sp, args.tokens, args.sequence, _BYTES[args.dtype], args.split)
+    found = estimates(work, Machine(args.link_gbps, args.tflops))
+    best, why = choose(found)
+    if args.json:
+        rows = [dataclasses.asdict(e) | {"ms": e.ms} for e in found]
+        return json.dumps({"rows": rows, "auto": best.strategy, "why": why, "widths": dataclasses.asdict(widths)})
+    lines = [
+        f"{args.model}: one layer, forward and backward, {args.tokens} tokens on {args.sp} ranks, {args.dtype}, "
+        f"{args.link_gbps:g} Gbit/s, {args.tflops:g} TFLOP/s",
+        "",
+        *_table([_row(e) for e in found]),
+        "",
+        f"auto: {why}",
+    ]
+    return "\n".join(lines)
+
+
+def _row(e: Estimate) -> dict[str, Any]:
+    if e.refused is not None:
+        return {"strategy": e.strategy, "collectives": f"not possible: {e.refused}"}
+    return {
+        "strategy": e.strategy,
+        "collectives": e.collectives,
+        "MB sent": f"{e.sent_bytes / 1e6:.4g}",
+        "extra TFLOP": f"{e.extra_tflop:.3g}",
+        "imbalance": f"{e.imbalance:.3g}",
+        "K and V, GB": f"{e.kv_bytes / 1e9:.3g}",
+        "ms sending": f"{e.send_ms:.3g}",
+        "ms computing": f"{e.compute_ms:.3g}",
+        "ms": f"{e.ms:.3g}",
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    names = max(rows, key=len)
+    widths = {
+        name: max([len(name), *(len(str(r[name])) for r in rows if name in r and len(r) == len(names))])
+        for name in names
+    }
+    lines = ["  ".join(name.rjust(widths[name]) if name != "strategy" else name.ljust(10) for name in names)]
+    for row in rows:
+        lines.append(
+            "  ".join(
+                str(value).ljust(10) if name == "strategy" else str(value).rjust(widths[name])
+                for name, value in row.items()
+            )
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""What each strategy sends, computes and holds, and which one is the fastest: numbers, nothing runs."""

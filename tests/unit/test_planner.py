@@ -1,0 +1,246 @@
+"""The planner: its bytes are the meter's, its numbers those of the models, and its choice has a reason."""
+
+import json
+
+import pytest
+from rank_pool import run_ranks
+
+from ds_mla_ulysses.cli import main
+from ds_mla_ulysses.layout.widths import HeadWidths, MLAWidths
+from ds_mla_ulysses.planner.cost import Machine, Work, choose, estimate, estimates, sent_elements
+from ds_mla_ulysses.planner.models import PRESETS, find_widths, widths_of_config
+
+V3 = PRESETS["deepseek-v3"]
+
+
+@pytest.mark.parametrize(
+    "strategy,elements", [("packed", 64_960), ("latent_kv", 39_872), ("latent_qkv", 29_120), ("gather_kv", 4_032)]
+)
+def test_deepseek_v3_on_eight_ranks(strategy, elements):
+    assert sent_elements(V3, strategy, 8, 3) == (elements, elements)
+
+
+def counted(cases):
+    """What the meter counts of one rank of fake groups: forward and backward of one layer."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import ds_mla_ulysses as dmu
+
+    found, T = [], 2
+
+    def leaf(*shape):
+        return torch.zeros(1, T, *shape, dtype=torch.bfloat16, requires_grad=True)
+
+    for widths, strategy, ranks, rank in cases:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        group = dmu.SequenceGroup.of(dist.group.WORLD)
+
+        with dmu.TrafficMeter() as meter:
+            if isinstance(widths, HeadWidths):
+                q, k, v = (leaf(h, d) for h, d in ((widths.heads, widths.key), (widths.kv_heads, widths.key), (widths.kv_heads, widths.value)))  # fmt: skip
+
+                def local(q, k, v, first_query=0):
+                    return q.new_zeros(*q.shape[:3], v.shape[-1]) + q.sum() + k.sum() + v.sum()
+
+                attention = (dmu.GatherKVAttention if strategy == "gather_kv" else dmu.UlyssesAttention)(local, group)
+                attention(q, k, v).sum().backward()
+            else:
+                step_of_mla(widths, strategy, group, leaf)
+        directions = ("forward", "backward")
+        found.append(
+            [sum(n for (_, d), n in meter.bytes.items() if d == direction) // (2 * T) for direction in directions]
+        )
+    dist.destroy_process_group()
+    return found
+
+
+def step_of_mla(w, strategy, group, leaf):
+    import torch
+
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.hf.latents import gather_latents
+    from ds_mla_ulysses.layout.exchange import HeadsToTokens
+
+    def local(q, k, v, first_query=0):
+        return q.new_zeros(*q.shape[:3], v.shape[-1]) + q.sum() + k.sum() + v.sum()
+
+    def expand(latent, heads):
+        return latent.sum(-1)[..., None, None].expand(-1, -1, heads.stop - heads.start, w.nope + w.value)
+
+    dims = dict(nope_dim=w.nope, rope_dim=w.rope, value_dim=w.value)
+    latent, shared = leaf(w.latent), leaf(w.rope)
+    if strategy == "latent_qkv":
+        query = leaf(w.query_latent)
+        attention = dmu.UlyssesMLAAttention(local, group, **dims)
+        own = attention.query_heads(w.heads)
+        q_BSQ, kv_BSD = gather_latents(query, torch.cat([latent, shared], -1), group)
+        k, v = attention.latents.expand(*kv_BSD.split([w.latent, w.rope], -1), 0, own, expand)
+        q = q_BSQ.sum(-1)[..., None, None].expand(-1, -1, own.stop - own.start, w.key)
+        HeadsToTokens.apply(local(q, k, v).transpose(0, 1), w.heads, group, True).sum().backward()
+        return
+    kind = dmu.GatherKVMLAAttention if strategy == "gather_kv" else dmu.UlyssesMLAAttention
+    attention, q = kind(local, group, **dims), leaf(w.heads, w.key)
+    if strategy == "packed":
+        attention(q, leaf(w.heads, w.nope + w.value), shared).sum().backward()
+    else:
+        attention(q, latent, shared, expand=expand).sum().backward()
+
+
+SMALL = MLAWidths(20, 6, 2, 4, 12, 16)
+CASES = [
+    (widths, strategy, ranks, rank)
+    for widths, strategies in (
+        (SMALL, ("packed", "latent_kv", "latent_qkv", "gather_kv")),
+        (MLAWidths(64, 6, 2, 4, 12, 16), ("packed", "latent_kv", "latent_qkv", "gather_kv")),
+        (HeadWidths(64, 8, 6, 6), ("packed", "gather_kv")),
+        (HeadWidths(6, 3, 5, 4), ("packed", "gather_kv")),
+    )
+    for strategy in strategies
+    for ranks in (1, 2, 3, 4, 6, 8, 16, 20, 64)
+    for rank in sorted({0, ranks // 2, ranks - 1})
+    if ranks <= widths.heads or strategy == "gather_kv"
+]
+
+
+def test_bytes_are_those_that_the_meter_counts():
+    import rank_pool
+
+    pool = rank_pool._Pool(1)  # of its own, since the worker's process group is replaced
+    try:
+        ((status, *answer),) = pool.call(counted, (CASES,), {}, 200)
+    finally:
+        pool.kill()
+    assert status == "ok", answer
+    for (widths, strategy, ranks, rank), got in zip(CASES, answer[0], strict=True):
+        assert tuple(got) == sent_elements(widths, strategy, ranks, rank), (widths, strategy, ranks, rank)
+
+
+def test_keys_and_values_of_all_heads():
+    """DeepSeek-V3 at 128K tokens: 10.7 GB a layer, of the own heads an eighth."""
+    work = Work(V3, 8, 131072)
+    assert estimate(work, "gather_kv", Machine()).kv_bytes == pytest.approx(10.7e9, rel=0.01)
+    assert estimate(work, "latent_kv", Machine()).kv_bytes == pytest.approx(10.7e9 / 8, rel=0.01)
+
+
+def test_uneven_heads():
+    """20 heads on 8 ranks: some have 3, the mean is 2.5."""
+    work = Work(PRESETS["glm-4.7-flash"], 8, 8192)
+    assert estimate(work, "packed", Machine()).imbalance == pytest.approx(3 / 2.5)
+    assert estimate(work, "gather_kv", Machine()).imbalance == pytest.approx(2 - 1 / 8)
+    assert estimate(Work(PRESETS["glm-4.7-flash"], 8, 8192, split="head_tail"), "gather_kv", Machine()).imbalance == 1
+    assert estimate(Work(V3, 8, 8192, keys_per_query=1024), "gather_kv", Machine()).imbalance == 1
+
+
+def test_extra_products():
+    """Even heads compute nothing beyond their share; gather_kv expands every head on every rank."""
+    for strategy in ("packed", "latent_kv", "latent_qkv"):
+        assert estimate(Work(V3, 8, 8192), strategy, Machine()).extra_tflop == pytest.approx(0, abs=1e-9)
+    of_kv = 3 * 2 * 512 * 256 * 128 * 8192 * (1 - 1 / 8) / 1e12
+    assert estimate(Work(V3, 8, 8192, split="head_tail"), "gather_kv", Machine()).extra_tflop == pytest.approx(of_kv)
+
+
+@pytest.mark.parametrize(
+    "model,ranks,tokens,link,best",
+    [
+        ("deepseek-v2-lite", 2, 4096, 1, "gather_kv"),
+        ("deepseek-v2-lite", 2, 131072, 400, "latent_kv"),
+        ("deepseek-v2-lite", 16, 131072, 400, "packed"),  # H*P/L is 8
+        ("deepseek-v3", 8, 131072, 400, "latent_qkv"),  # H*K/Q is 16
+        ("deepseek-v3", 32, 131072, 400, "latent_kv"),
+        ("deepseek-v3", 128, 131072, 400, "packed"),  # H*P/L is 64
+        ("kimi-k2", 4, 131072, 400, "latent_qkv"),  # H*K/Q is 8
+        ("kimi-k2", 16, 131072, 400, "latent_kv"),
+    ],
+)
+def test_choice(model, ranks, tokens, link, best):
+    found, why = choose(estimates(Work(PRESETS[model], ranks, tokens), Machine(link_gbps=link)))
+    assert found.strategy == best and why.startswith(best), why
+
+
+def test_widths_of_configs(tmp_path):
+    mla = dict(num_attention_heads=20, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, q_lora_rank=768)  # fmt: skip
+    assert widths_of_config(mla) == widths_of_config({"text_config": mla}) == PRESETS["glm-4.7-flash"]
+    assert widths_of_config(dict(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)) == HeadWidths(32, 8, 128, 128)  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(mla))
+    assert find_widths(str(tmp_path)) == find_widths(str(tmp_path / "config.json")) == PRESETS["glm-4.7-flash"]
+    with pytest.raises(ValueError, match="has no qk_rope_head_dim"):
+        widths_of_config({k: v for k, v in mla.items() if k != "qk_rope_head_dim"})
+
+
+def test_command(capsys):
+    main(["plan", "--model", "deepseek-v3", "--sp", "8", "--tokens", "131072"])
+    said = capsys.readouterr().out
+    assert "auto: latent_qkv takes" in said and "10.7" in said
+    main(["plan", "--model", "deepseek-v2-lite", "--sp", "2", "--tokens", "4096", "--link-gbps", "1", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["auto"] == "gather_kv" and answer["rows"][0]["strategy"] == "packed"
+    assert answer["rows"][0]["sent_bytes"] == 38273024  # as benchmarks/attention_layer.py counts
+    assert answer["rows"][2]["refused"] == "no query latent"
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["--model", "gpt-9", "--sp", "2", "--tokens", "64"], "neither one of deepseek-v2-lite"),
+        (["--model", "deepseek-v3", "--sp", "3", "--tokens", "64"], "must be a multiple of --sp 3"),
+        (["--model", "deepseek-v3", "--sp", "0", "--tokens", "64"], "must be positive"),
+        (["--model", "deepseek-v3", "--sp", "2", "--tokens", "64", "--link-gbps", "-1"], "must be positive"),
+    ],
+)
+def test_command_refuses(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def chosen(model_kind, auto, split="contiguous"):
+    from models import packed_batch, tiny_model
+    from peft import LoraConfig, get_peft_model
+    from test_parity import DOCUMENTS, sharded_step
+
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model("llama" if model_kind == "llama" else "deepseek_v3")
+    if model_kind == "adapters":
+        model = get_peft_model(model, LoraConfig(target_modules=["kv_b_proj"])).double()
+    handle = dmu.parallelize(model, strategy=auto, split=split)
+    loss, _, _ = sharded_step(model, packed_batch(DOCUMENTS), handle)
+    return handle.strategy, handle.why, round(loss, 6)
+
+
+@pytest.mark.parametrize(
+    "model,gbps,split,best",
+    [
+        ("mla", 0.001, "contiguous", {"gather_kv"}),
+        ("mla", 1e9, "contiguous", {"packed", "latent_kv", "latent_qkv"}),
+        ("llama", 1e9, "contiguous", {"packed"}),
+        ("adapters", 1e9, "contiguous", {"packed"}),
+        ("mla", 1e9, "head_tail", {"gather_kv"}),
+    ],
+)
+def test_auto(model, gbps, split, best):
+    from ds_mla_ulysses import Auto
+
+    answers = run_ranks(2, chosen, model, Auto(tokens=4096, link_gbps=gbps, tflops=1.0), split)
+    assert len(set(answers)) == 1 and answers[0][0] in best, answers
+    assert "(given)" in answers[0][1]
+
+
+def test_auto_measures_what_is_not_given():
+    answers = run_ranks(2, chosen, "mla", "auto")
+    assert len(set(answers)) == 1 and answers[0][1].count("(measured)") == 2, answers
+
+
+def test_auto_alone():
+    assert run_ranks(1, chosen, "mla", "auto")[0][:2] == ("packed", "packed: a group of one sends nothing")
+
+
+def test_auto_takes_numbers():
+    from ds_mla_ulysses import Auto
+
+    with pytest.raises(ValueError, match=r"Auto\(link_gbps=-1\) must be a positive number"):
+        Auto(link_gbps=-1)
