@@ -15,6 +15,7 @@ from ..comm.group import SPLITS
 from ..layout.exchange import GatherTokens
 from ..layout.split import own_runs
 from .base import SequenceAttention, by_token, check_grouped, check_output
+from .chunks import HeadChunks
 from .latents import Expand, Latents
 
 
@@ -94,11 +95,22 @@ class GatherKVMLAAttention(GatherKVAttention):
     Args:
         local_attention, group: as of `GatherKVAttention`.
         nope_dim, rope_dim, value_dim: N, R and V.
+        head_chunks: parts of the heads that are expanded and attend one after the other, and once more in backward,
+            so that keys and values of so large a part only exist at once.
     """
 
-    def __init__(self, local_attention: Any, group: Any, *, nope_dim: int, rope_dim: int, value_dim: int) -> None:
+    def __init__(
+        self,
+        local_attention: Any,
+        group: Any,
+        *,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        head_chunks: int = 1,
+    ) -> None:
         super().__init__(local_attention, group)
-        self.latents = Latents(nope_dim, rope_dim, value_dim)
+        self.latents, self.head_chunks = Latents(nope_dim, rope_dim, value_dim), head_chunks
 
     def forward(
         self,
@@ -111,10 +123,14 @@ class GatherKVMLAAttention(GatherKVAttention):
         expand: Expand,
         **kwargs: Any,
     ) -> Tensor:
-        """As `UlyssesMLAAttention.forward` with latents; `expand` is asked for all heads."""
+        """As `UlyssesMLAAttention.forward` with latents; `expand` is asked for all heads, or for each part of them."""
         self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=latent, k_shared=k_shared)
         self.latents.check(q, latent, k_shared, batch_dim_idx)
         if self.group.size > 1:
             latent, k_shared = self.latents.gather(latent, k_shared, batch_dim_idx, self.group)
-        k, v = self.latents.expand(latent, k_shared, batch_dim_idx, slice(0, q.shape[2]), expand)
-        return self._attend_runs(q, k, v, batch_dim_idx, args, kwargs)
+        heads = HeadChunks(q.shape[2], 1, self.head_chunks).of_rank(0)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._attend_runs(q, k, v, batch_dim_idx, args, kwargs)
+
+        return self.latents.attend_in_chunks(q, latent, k_shared, batch_dim_idx, heads, expand, attend)

@@ -6,7 +6,7 @@ key width · R shared rope key width · K = N+R · V value width · P = N+V · L
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from ..comm.collectives import accumulation_dtype
 from ..comm.group import SequenceGroup
 from ..layout.exchange import GatherTokens, join_shared_key, start_gather_tokens
 from .base import by_token
+from .chunks import ForChunks, recomputed
 
 #: `expand(latent_BSL, heads) -> kv_BSMP` (or S before B, as the call has it): keys and values of those heads.
 Expand = Callable[[Tensor, slice], Tensor]
@@ -87,6 +88,33 @@ class Latents:
         rows = by_token(kv, batch_dim_idx), by_token(k_shared, batch_dim_idx)
         key, v_SBMV = _KeyAndValue.apply(*rows, self.nope_dim, batch_dim_idx == 0)
         return key, by_token(v_SBMV, batch_dim_idx)
+
+    def attend_in_chunks(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k_shared: Tensor,
+        batch_dim_idx: int,
+        heads: Sequence[slice],
+        expand: Expand,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """`attend(q, k, v)` of consecutive heads of q, part after part, whose keys and values are made for it and again
+        in backward.
+
+        Args:
+            q: of the heads from heads[0].start on.
+        """
+        if len(heads) == 1:
+            return attend(q, *self.expand(latent, k_shared, batch_dim_idx, heads[0], expand))
+
+        def part(of: slice) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+            return lambda q, latent, k_shared: attend(q, *self.expand(latent, k_shared, batch_dim_idx, of, expand))
+
+        latents, keys = ForChunks.apply(len(heads), latent), ForChunks.apply(len(heads), k_shared)
+        queries = q.split([of.stop - of.start for of in heads], dim=2)
+        outs = [recomputed(part(of), *given) for of, *given in zip(heads, queries, latents, keys, strict=True)]
+        return torch.cat(outs, dim=2)
 
 
 class _KeyAndValue(torch.autograd.Function):

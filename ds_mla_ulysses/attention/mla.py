@@ -17,16 +17,20 @@ from torch import Tensor
 from ..comm.collectives import gather_start, sum_over_ranks
 from ..comm.group import SequenceGroup
 from ..layout.exchange import (
+    GatherTokens,
+    HeadsToTokens,
     TokensToHeads,
     heads_to_tokens,
     join_shared_key,
     own_heads,
     return_shared_key_grad,
+    start_gather_tokens,
     start_tokens_to_heads,
     tokens_to_heads,
 )
 from ..layout.heads import HeadPartition
-from .base import SequenceAttention, by_token
+from .base import SequenceAttention, by_token, check_output
+from .chunks import ForChunks, HeadChunks, recomputed
 from .latents import Expand, Latents
 
 
@@ -72,6 +76,9 @@ class UlyssesMLAAttention(SequenceAttention):
             are strided views of the receive buffer, contiguous in the last dimension.
         group: the sequence group, a torch ProcessGroup or a SequenceGroup.
         nope_dim, rope_dim, value_dim: N, R and V.
+        head_chunks: parts of the own heads that are exchanged, expanded and attend one after the other, the next part's
+            exchange in flight while one computes. Keys and values of a part are made once more in backward, so that
+            those of all own heads never exist at once. The collectives by heads are so many times as many.
     """
 
     def __init__(
@@ -82,9 +89,10 @@ class UlyssesMLAAttention(SequenceAttention):
         nope_dim: int,
         rope_dim: int,
         value_dim: int,
+        head_chunks: int = 1,
     ) -> None:
         super().__init__(local_attention, group)
-        self.latents = Latents(nope_dim, rope_dim, value_dim)
+        self.latents, self.head_chunks = Latents(nope_dim, rope_dim, value_dim), head_chunks
 
     def gather_shared_key(self, k_shared: Tensor, batch_dim_idx: int = 0) -> PendingKey:
         """Starts the all-gather of the shared key and returns at once.
@@ -134,6 +142,8 @@ class UlyssesMLAAttention(SequenceAttention):
             self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=kv, k_shared=k_shared)
             self.latents.check(q, kv, k_shared, batch_dim_idx)
             HeadPartition(q.shape[2], self.group.size)
+            if self.head_chunks > 1:
+                return self._in_chunks(q, kv, k_shared, batch_dim_idx, expand, args, kwargs)
             own = self._from_latents(q, kv, k_shared, batch_dim_idx, expand)
             return self._attend(*own, q.shape[2], batch_dim_idx, args, kwargs)
         pending = k_shared if isinstance(k_shared, PendingKey) else None
@@ -144,6 +154,8 @@ class UlyssesMLAAttention(SequenceAttention):
                 )
             k_shared = by_token(pending.own_TBR, batch_dim_idx)
         self._check(q, kv, k_shared, batch_dim_idx, rotary_pos_emb)
+        if self.head_chunks > 1:
+            return self._in_chunks(q, kv, k_shared, batch_dim_idx, None, args, kwargs, pending)
         if pending is None:
             pending = self.gather_shared_key(k_shared, batch_dim_idx)
         q_SBMK, k_SBMK, v_SBMV = _PackedExchange.apply(
@@ -174,6 +186,57 @@ class UlyssesMLAAttention(SequenceAttention):
             (q_SBMK,) = TokensToHeads.apply(H, group, batch_dim_idx == 0, pending_q, q_TBHK)
             q = by_token(q_SBMK, batch_dim_idx)
         return q, k, v
+
+    def _in_chunks(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        k_shared: Tensor,
+        batch_dim_idx: int,
+        expand: Expand | None,
+        args: tuple,
+        kwargs: dict[str, Any],
+        pending_key: PendingKey | None = None,
+    ) -> Tensor:
+        """Part after part of the own heads: exchange, expansion, attention and the output's way back."""
+        H, group, batch_first, latents = q.shape[2], self.group, batch_dim_idx == 0, self.latents
+        chunks = HeadChunks(H, group.size, self.head_chunks)
+        travelling = [by_token(x, batch_dim_idx) for x in ((q,) if expand else (q, kv))]
+        # Those of the part of every rank; all that a part sends is started while the part before it computes.
+        parts = [[x[:, :, chunks.of_all(c)] for x in travelling] for c in range(chunks.count)]
+        count = [p[0].shape[2] for p in parts]
+        if group.size > 1:
+            gathered = [kv, k_shared] if expand else [k_shared]
+            blocks = [by_token(x, batch_dim_idx).unsqueeze(2) for x in gathered]
+            # The key alone may be on its way already.
+            pending = start_gather_tokens(blocks, group) if pending_key is None else pending_key.gathered_SBR
+            started = start_tokens_to_heads(parts[0], count[0], group)
+            blocks = GatherTokens.apply(group, batch_first, pending, *blocks)
+            gathered = [by_token(x.squeeze(2), batch_dim_idx) for x in blocks]
+            kv, k_shared = gathered if expand else (kv, *gathered)
+        latents_of = ForChunks.apply(chunks.count, kv) if expand else [None] * chunks.count
+        outs = []
+        for c, (heads, latent, key) in enumerate(
+            zip(chunks.of_rank(group.rank), latents_of, ForChunks.apply(chunks.count, k_shared), strict=True)
+        ):
+            own_SBMD = parts[c]
+            if group.size > 1:
+                arriving = started
+                if c + 1 < chunks.count:
+                    started = start_tokens_to_heads(parts[c + 1], count[c + 1], group)
+                own_SBMD = TokensToHeads.apply(count[c], group, batch_first, arriving, *parts[c])
+            own_q, *own_kv = (by_token(x, batch_dim_idx) for x in own_SBMD)
+
+            def attend(q: Tensor, latent_or_kv: Tensor, key: Tensor, heads: slice = heads) -> Tensor:
+                made = expand if expand else lambda kv, _: kv
+                k, v = latents.expand(latent_or_kv, key, batch_dim_idx, heads, made)
+                out = self.local_attn(q, k, v, *args, **kwargs)
+                check_output(out, q, v)
+                return out
+
+            out = by_token(recomputed(attend, own_q, latent if expand else own_kv[0], key), batch_dim_idx)
+            outs.append(HeadsToTokens.apply(out, count[c], group, batch_first) if group.size > 1 else out)
+        return by_token(torch.cat(outs, dim=2)[:, :, chunks.places()], batch_dim_idx).contiguous()
 
     def _check(self, q: Tensor, kv: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
         self._check_call(batch_dim_idx, rotary, q=q, kv=kv, k_shared=k_shared)

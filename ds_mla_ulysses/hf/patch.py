@@ -83,6 +83,7 @@ def parallelize(
     group: SequenceGroup | dist.ProcessGroup | None = None,
     strategy: str | Auto = "packed",
     split: str = "contiguous",
+    head_chunks: int = 1,
     by_batch: bool = False,
 ) -> Handle:
     """Makes a Hugging Face decoder attend over sequences that ranks share.
@@ -107,6 +108,8 @@ def parallelize(
         split: which tokens of a sequence a rank holds. "contiguous": the same number of consecutive ones. "head_tail",
             for gather_kv: one chunk from the front and one from the back, which makes causal attention the same work
             on all ranks.
+        head_chunks: of MLA, parts of the own heads that are exchanged, expanded and attend one after the other, and once
+            more in backward: keys and values of a part only exist at once, for more time and more collectives.
         by_batch: only forwards that are given `ulysses_sharded=True`, as the batches of
             `ShardedDataLoader` have it, are sequence-parallel, and all others those of the plain model. By
             default all are, but for those inside `handle.paused()`.
@@ -120,6 +123,8 @@ def parallelize(
         RuntimeError: the model is parallelized already.
     """
     auto = check_strategy(strategy, split)
+    if not isinstance(head_chunks, int) or head_chunks < 1:
+        raise ValueError(f"head_chunks must be a positive number of parts, got {head_chunks!r}.")
     if sp_size is not None and (not isinstance(sp_size, int) or sp_size < 1):
         raise ValueError(f"sp_size must be a positive number of ranks, got {sp_size!r}.")
     if sp_size is not None and group is not None:
@@ -139,12 +144,12 @@ def parallelize(
     sequence_group = sequence_group.with_split(split)
     why = "asked for"
     if auto is not None:
-        strategy, why = decide_strategy(auto, model, found.layers, sequence_group)
+        strategy, why = decide_strategy(auto, model, found.layers, sequence_group, head_chunks)
         if dist.get_rank() == 0:
             _logger.warning("strategy='auto' chose %s", why)
     for layer in found.layers:
-        check_layer(layer, strategy, sequence_group.size)
-    patch = _Patch(model, found, sequence_group, kernels, strategy, by_batch)
+        check_layer(layer, strategy, sequence_group.size, head_chunks)
+    patch = _Patch(model, found, sequence_group, kernels, strategy, head_chunks, by_batch)
     handle = Handle(model, sequence_group, data_rank, data_size, strategy, why, patch.pause, patch.undo)
     patch.attach(handle)
     return handle
@@ -199,6 +204,7 @@ class _Patch(_NotCopied):
         group: SequenceGroup,
         kernels: list[LocalKernel | MoBAKernel],
         strategy: str,
+        head_chunks: int,
         by_batch: bool,
     ) -> None:
         from transformers import AttentionInterface
@@ -221,7 +227,7 @@ class _Patch(_NotCopied):
         for layer, kernel in zip(found.layers, kernels, strict=True):
             layer_config = copy.copy(layer.config)
             layer_config._attn_implementation_internal = ATTENTION_NAME
-            way = strategy_of(layer, kernel, group, strategy)
+            way = strategy_of(layer, kernel, group, strategy, head_chunks)
             # Straight into the instance's dict: an assigned module would appear among its submodules.
             self._replace(layer, "_ulysses", _Layer(kernel, way, layer.expand_kv if is_mla(layer) else None))
             if is_mla(layer):

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attention.base import check_output
+from ..attention.chunks import HeadChunks
 from ..attention.gather import GatherKVAttention, GatherKVMLAAttention
 from ..attention.latents import Expand
 from ..attention.mla import UlyssesMLAAttention
@@ -75,13 +76,15 @@ def check_strategy(strategy: str | Auto, split: str) -> Auto | None:
     return None
 
 
-def decide_strategy(auto: Auto, model: nn.Module, layers: Sequence[nn.Module], group: SequenceGroup) -> tuple[str, str]:
+def decide_strategy(
+    auto: Auto, model: nn.Module, layers: Sequence[nn.Module], group: SequenceGroup, head_chunks: int
+) -> tuple[str, str]:
     """The strategy of a model's layers and why, the same on all ranks; every rank of the job has to call it."""
     refused: dict[str, str] = {}
     for strategy in STRATEGIES:
         try:
             for layer in layers:
-                check_layer(layer, strategy, group.size)
+                check_layer(layer, strategy, group.size, head_chunks)
         except ValueError as error:
             refused[strategy] = str(error)
     layer, any_parameter = layers[0], next(model.parameters())
@@ -93,16 +96,21 @@ def _widths_of(layer: nn.Module) -> MLAWidths | HeadWidths:
     return MLAWidths.of(layer) if is_mla(layer) else widths_of_config(layer.config.to_dict())
 
 
-def check_layer(layer: nn.Module, strategy: str, ranks: int) -> None:
-    """Refuses a layer for which the strategy would be wrong.
+def check_layer(layer: nn.Module, strategy: str, ranks: int, head_chunks: int = 1) -> None:
+    """Refuses a layer for which the strategy, or so many parts of its heads, would be wrong.
 
     Raises:
         UnsupportedModelError: no latents, or projections whose rows cannot be taken by themselves.
-        ValueError: fewer heads than ranks, where heads are what is exchanged.
+        ValueError: fewer heads than ranks, where heads are what is exchanged; fewer heads than parts.
     """
-    if strategy == "gather_kv":
-        return
-    kind = type(layer).__name__
+    kind, exchanges = type(layer).__name__, strategy != "gather_kv"
+    if head_chunks > 1:
+        if not is_mla(layer):
+            raise UnsupportedModelError(
+                f"head_chunks={head_chunks} is for MLA, whose keys and values are made of latents part by part; {kind} has "
+                "them whole: leave head_chunks out."
+            )
+        HeadChunks(MLAWidths.of(layer).heads, ranks if exchanges else 1, head_chunks)
     if strategy in _OF_ROWS:
         if not is_mla(layer):
             raise UnsupportedModelError(
@@ -118,47 +126,62 @@ def check_layer(layer: nn.Module, strategy: str, ranks: int) -> None:
                 f"strategy='latent_qkv' would run {kind} on all tokens, whose {', '.join(unknown)} it does not know: "
                 "choose 'latent_kv'."
             )
-        for name in _OF_ROWS[strategy]:
-            projection = getattr(layer, name)
-            if type(projection) is not nn.Linear:
-                raise UnsupportedModelError(
-                    f"strategy={strategy!r} takes rows of {name}'s weight, but {kind}.{name} is a "
-                    f"{type(projection).__name__} (an adapter or a quantised layer), of which rows would be wrong: choose "
-                    "'packed' or 'gather_kv', which call it whole."
-                )
+    for name in _rows_taken(strategy, head_chunks):
+        projection = getattr(layer, name)
+        if type(projection) is not nn.Linear:
+            whole = "choose 'packed' or 'gather_kv', which call it whole" if exchanges else "leave head_chunks out"
+            raise UnsupportedModelError(
+                f"strategy={strategy!r} takes rows of {name}'s weight, but {kind}.{name} is a "
+                f"{type(projection).__name__} (an adapter or a quantised layer), of which rows would be wrong: {whole}."
+            )
+    if not exchanges:
+        return
     heads = MLAWidths.of(layer).heads if is_mla(layer) else getattr(layer.config, "num_attention_heads", None)
     if heads is not None:
         HeadPartition(heads, ranks)
 
 
-def strategy_of(layer: nn.Module, kernel: Callable[..., Tensor], group: SequenceGroup, strategy: str) -> LayerStrategy:
+def _rows_taken(strategy: str, head_chunks: int) -> tuple[str, ...]:
+    """Projections of which rows are taken."""
+    return ("kv_b_proj",) if strategy == "gather_kv" and head_chunks > 1 else _OF_ROWS.get(strategy, ())
+
+
+def strategy_of(
+    layer: nn.Module, kernel: Callable[..., Tensor], group: SequenceGroup, strategy: str, head_chunks: int = 1
+) -> LayerStrategy:
     """The strategy of one layer, which `check_layer` has found to be right."""
     if not is_mla(layer):
         return _of_heads(kernel, group, strategy)
     widths = MLAWidths.of(layer)
     dims = {"nope_dim": widths.nope, "rope_dim": widths.rope, "value_dim": widths.value}
+    dims["head_chunks"] = head_chunks
     if strategy == "packed":
         return _packed(layer, UlyssesMLAAttention(kernel, group, **dims))
-    if strategy == "gather_kv":
-        return _of_latents(
-            GatherKVMLAAttention(kernel, group, **dims), lambda x, _: _heads(layer.kv_b_proj(x), widths.heads)
-        )
+    projections = [getattr(layer, name) for name in _rows_taken(strategy, head_chunks)]
+    replaced = [(projection, "forward", with_heads(projection, widths.heads)) for projection in projections]
 
     def expand(latent_BSL: Tensor, heads: slice) -> Tensor:
         return _heads(layer.kv_b_proj(latent_BSL, heads), heads.stop - heads.start)
 
+    if strategy == "gather_kv":
+        attention = GatherKVMLAAttention(kernel, group, **dims)
+        # Whole, as adapters want it, where all heads are wanted.
+        whole = lambda x, _: _heads(layer.kv_b_proj(x), widths.heads)  # noqa: E731
+        return _of_latents(attention, expand if replaced else whole, replaced)
     attention = UlyssesMLAAttention(kernel, group, **dims)
-    projections = [getattr(layer, name) for name in _OF_ROWS[strategy]]
-    replaced = [(projection, "forward", with_heads(projection, widths.heads)) for projection in projections]
     if strategy == "latent_kv":
         return _of_latents(attention, expand, replaced)
     own = attention.query_heads(widths.heads)
+    parts = HeadChunks(widths.heads, group.size, head_chunks).of_rank(group.rank)
 
     def attend(q_BSMK: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, settings: dict[str, Any]) -> Tensor:
-        k, v = attention.latents.expand(latent_B1SL.squeeze(1), key_B1SR.squeeze(1), 0, own, expand)
-        out_BSMV = kernel(q_BSMK, k, v, **settings)
-        check_output(out_BSMV, q_BSMK, v)
-        return out_BSMV
+        def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = kernel(q, k, v, **settings)
+            check_output(out, q, v)
+            return out
+
+        made_of = latent_B1SL.squeeze(1), key_B1SR.squeeze(1)
+        return attention.latents.attend_in_chunks(q_BSMK, *made_of, 0, parts, expand, local)
 
     return LayerStrategy(attend, [*replaced, (layer, "forward", on_latents(layer, group, own))])
 

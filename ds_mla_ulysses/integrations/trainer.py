@@ -52,7 +52,9 @@ _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 _installation: _Installation | None = None
 
 
-def install(*, sp_in_eval: bool = False, strategy: str | Auto = "packed", split: str = "contiguous") -> None:
+def install(
+    *, sp_in_eval: bool = False, strategy: str | Auto = "packed", split: str = "contiguous", head_chunks: int = 1
+) -> None:
     """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
 
     Call it before the Trainer (or the Accelerator) is built, and before TrainingArguments. A second call with the
@@ -62,7 +64,7 @@ def install(*, sp_in_eval: bool = False, strategy: str | Auto = "packed", split:
     Args:
         sp_in_eval: evaluation and prediction of a Trainer share sequences too. By default each rank evaluates
             samples of its own with the plain model, as without sequence parallelism.
-        strategy, split: as of `parallelize`, for every model.
+        strategy, split, head_chunks: as of `parallelize`, for every model.
 
     Raises:
         RuntimeError: a symbol of the table is missing in the installed versions, or another setting is installed.
@@ -70,7 +72,7 @@ def install(*, sp_in_eval: bool = False, strategy: str | Auto = "packed", split:
     Warns: by name of each package whose version is not the tested one.
     """
     global _installation
-    settings = {"sp_in_eval": sp_in_eval, "strategy": strategy, "split": split}
+    settings = {"sp_in_eval": sp_in_eval, "strategy": strategy, "split": split, "head_chunks": head_chunks}
     if _installation is not None:
         if _installation.settings != settings:
             found = ", ".join(f"{name}={value!r}" for name, value in _installation.settings.items())
@@ -193,9 +195,8 @@ class _Installation:
             )
         group = self._groups.get(sp_size)
         which: dict[str, Any] = {"sp_size": sp_size} if group is None else {"group": group}
-        handle = parallelize(
-            model, by_batch=True, strategy=self.settings["strategy"], split=self.settings["split"], **which
-        )
+        settings = {name: value for name, value in self.settings.items() if name != "sp_in_eval"}
+        handle = parallelize(model, by_batch=True, **settings, **which)
         self._groups[sp_size] = handle.group
         self._handles.append(handle)
         return RegisteredMpu(handle)

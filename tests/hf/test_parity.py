@@ -53,6 +53,7 @@ def compare(
     reference="sdpa",
     strategy="packed",
     split="contiguous",
+    head_chunks=1,
     **config,
 ):
     import ds_mla_ulysses as dmu
@@ -70,7 +71,7 @@ def compare(
     else:
         want = reference_step(plain, batch)
     model = tiny_model(family, attn_implementation=implementation, **config)
-    handle = dmu.parallelize(model, strategy=strategy, split=split)
+    handle = dmu.parallelize(model, strategy=strategy, split=split, head_chunks=head_chunks)
     got = sharded_step(model, batch, handle)
     assert abs(got[0] - want[0]) <= loss * max(1, abs(want[0])), (got[0], want[0])
     mine = own_tokens(want[2], handle)

@@ -98,7 +98,7 @@ def test_install_twice():
     now = found()
     ds_mla_ulysses.install()
     assert all(a is b for a, b in zip(found(), now, strict=True))
-    found_settings = r"installed already, with sp_in_eval=False, strategy='packed', split='contiguous': call ds_mla_ulysses.uninstall"
+    found_settings = r"installed already, with sp_in_eval=False, strategy='packed', split='contiguous', head_chunks=1: call ds_mla_ulysses.uninstall"
     for other in (dict(sp_in_eval=True), dict(strategy="gather_kv"), dict(strategy="gather_kv", split="head_tail")):
         with pytest.raises(RuntimeError, match=found_settings):
             ds_mla_ulysses.install(**other)
