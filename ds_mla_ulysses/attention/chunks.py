@@ -50,11 +50,6 @@ class HeadChunks:
         """The heads of the part of every rank, one rank after the other."""
         return [head for rank in range(self.ranks) for head in _range(self.of_rank(rank)[chunk])]
 
-    def places(self) -> list[int]:
-        """Where each head is once the parts of all ranks lie side by side, part after part."""
-        order = [head for chunk in range(self.count) for head in self.of_all(chunk)]
-        return [order.index(head) for head in range(self.heads)]
-
 
 def _range(heads: slice) -> range:
     return range(heads.start, heads.stop)

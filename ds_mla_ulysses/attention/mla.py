@@ -201,31 +201,37 @@ class UlyssesMLAAttention(SequenceAttention):
         """Part after part of the own heads: exchange, expansion, attention and the output's way back."""
         H, group, batch_first, latents = q.shape[2], self.group, batch_dim_idx == 0, self.latents
         chunks = HeadChunks(H, group.size, self.head_chunks)
-        travelling = [by_token(x, batch_dim_idx) for x in ((q,) if expand else (q, kv))]
-        # Those of the part of every rank; all that a part sends is started while the part before it computes.
-        parts = [[x[:, :, chunks.of_all(c)] for x in travelling] for c in range(chunks.count)]
-        count = [p[0].shape[2] for p in parts]
+        counts = [len(chunks.of_all(c)) for c in range(chunks.count)]
+        order = [head for c in range(chunks.count) for head in chunks.of_all(c)]
+        # Put in order once, and split: each part taken by itself would have a gradient of all heads.
+        travelling = [by_token(x, batch_dim_idx)[:, :, order].split(counts, 2) for x in ((q,) if expand else (q, kv))]
+
+        def start(chunk: int) -> tuple[list[Tensor], Tensor | None]:
+            """This part of every rank's heads, and its exchange under way."""
+            blocks_TBHD = [parts[chunk] for parts in travelling]
+            return blocks_TBHD, start_tokens_to_heads(blocks_TBHD, counts[chunk], group) if group.size > 1 else None
+
         if group.size > 1:
             gathered = [kv, k_shared] if expand else [k_shared]
-            blocks = [by_token(x, batch_dim_idx).unsqueeze(2) for x in gathered]
+            blocks_TB1D = [by_token(x, batch_dim_idx).unsqueeze(2) for x in gathered]
             # The key alone may be on its way already.
-            pending = start_gather_tokens(blocks, group) if pending_key is None else pending_key.gathered_SBR
-            started = start_tokens_to_heads(parts[0], count[0], group)
-            blocks = GatherTokens.apply(group, batch_first, pending, *blocks)
-            gathered = [by_token(x.squeeze(2), batch_dim_idx) for x in blocks]
+            pending = start_gather_tokens(blocks_TB1D, group) if pending_key is None else pending_key.gathered_SBR
+            under_way = start(0)
+            blocks_SB1D = GatherTokens.apply(group, batch_first, pending, *blocks_TB1D)
+            gathered = [by_token(x.squeeze(2), batch_dim_idx) for x in blocks_SB1D]
             kv, k_shared = gathered if expand else (kv, *gathered)
+        else:
+            under_way = start(0)
         latents_of = ForChunks.apply(chunks.count, kv) if expand else [None] * chunks.count
+        of_chunks = zip(chunks.of_rank(group.rank), latents_of, ForChunks.apply(chunks.count, k_shared), strict=True)
         outs = []
-        for c, (heads, latent, key) in enumerate(
-            zip(chunks.of_rank(group.rank), latents_of, ForChunks.apply(chunks.count, k_shared), strict=True)
-        ):
-            own_SBMD = parts[c]
+        for c, (heads, latent, key) in enumerate(of_chunks):
+            own, arriving = under_way
+            if c + 1 < chunks.count:
+                under_way = start(c + 1)
             if group.size > 1:
-                arriving = started
-                if c + 1 < chunks.count:
-                    started = start_tokens_to_heads(parts[c + 1], count[c + 1], group)
-                own_SBMD = TokensToHeads.apply(count[c], group, batch_first, arriving, *parts[c])
-            own_q, *own_kv = (by_token(x, batch_dim_idx) for x in own_SBMD)
+                own = TokensToHeads.apply(counts[c], group, batch_first, arriving, *own)
+            own_q, *own_kv = (by_token(x, batch_dim_idx) for x in own)
 
             def attend(q: Tensor, latent_or_kv: Tensor, key: Tensor, heads: slice = heads) -> Tensor:
                 made = expand if expand else lambda kv, _: kv
@@ -235,8 +241,10 @@ class UlyssesMLAAttention(SequenceAttention):
                 return out
 
             out = by_token(recomputed(attend, own_q, latent if expand else own_kv[0], key), batch_dim_idx)
-            outs.append(HeadsToTokens.apply(out, count[c], group, batch_first) if group.size > 1 else out)
-        return by_token(torch.cat(outs, dim=2)[:, :, chunks.places()], batch_dim_idx).contiguous()
+            outs.append(HeadsToTokens.apply(out, counts[c], group, batch_first) if group.size > 1 else out)
+        return by_token(
+            torch.cat(outs, dim=2)[:, :, [order.index(head) for head in range(H)]], batch_dim_idx
+        ).contiguous()
 
     def _check(self, q: Tensor, kv: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
         self._check_call(batch_dim_idx, rotary, q=q, kv=kv, k_shared=k_shared)
