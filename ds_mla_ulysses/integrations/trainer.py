@@ -42,11 +42,12 @@ from ..layout.batch import SHARDED, exchange_batches
 from ..layout.loss import count_items, sequence_loss, sum_of_losses
 from ..layout.split import in_order
 from ..planner.auto import Auto
+from ..version import TESTED_VERSIONS
 from .dataloader import ShardedDataLoader
 from .deepspeed import build_engine, init_deepspeed_on_cpu, load_config
 
-#: What the tests run with; other versions work with a warning.
-TESTED_VERSIONS = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "transformers": "5.24.0"}
+#: Packages of whose symbols `install` replaces some.
+_REPLACES_IN = ("deepspeed", "accelerate", "transformers")
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 
 _installation: _Installation | None = None
@@ -79,8 +80,8 @@ def install(
             raise RuntimeError(f"installed already, with {found}: call ds_mla_ulysses.uninstall() first.")
         return
     check_strategy(strategy, split)
-    for package, tested in TESTED_VERSIONS.items():
-        version = importlib.metadata.version(package)
+    for package in _REPLACES_IN:
+        version, tested = importlib.metadata.version(package), TESTED_VERSIONS[package]
         if version != tested:
             warnings.warn(f"{package} {version} is not the version that was tested ({tested}).", stacklevel=2)
     _installation = _Installation(settings)
