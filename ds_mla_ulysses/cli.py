@@ -1,7 +1,4 @@
-"""The command `ds-mla-ulysses`.
-
-ds-mla-ulysses plan --model deepseek-v3 --sp 8 --tokens 131072
-"""
+"""The command `ds-mla-ulysses`: `plan` before a run, `doctor` before anything."""
 
 from __future__ import annotations
 
@@ -12,7 +9,9 @@ import sys
 from typing import Any
 
 from .comm.group import SPLITS
-from .planner.cost import Estimate, Machine, Work, choose, estimates
+from .doctor import examine
+from .layout.widths import HeadWidths, MLAWidths
+from .planner.cost import STRATEGIES, Estimate, Machine, Work, choose, estimate, estimates, sent_elements
 from .planner.models import PRESETS, find_widths
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -35,7 +34,15 @@ def main(arguments: list[str] | None = None) -> None:
     add("--tflops", type=_positive, default=Machine.tflops, help="of a rank, in products (default %(default)g)")
     add("--split", choices=SPLITS, default="contiguous", help="which tokens a rank holds, with gather_kv")
     add("--json", action="store_true", help="one object in the place of the table")
+    add(
+        "--plot", metavar="FILE.png", help="draw what a token sends against the number of ranks, too (needs matplotlib)"
+    )
+    commands.add_parser("doctor", help="what is installed, what of it is used here, and what to do about the rest")
     args = parser.parse_args(arguments)
+    if args.command == "doctor":
+        findings = examine()
+        print("\n".join(map(str, findings)))
+        sys.exit(any(finding.state == "missing" for finding in findings))
     try:
         print(_plan(args))
     except ValueError as error:
@@ -58,6 +65,8 @@ def _plan(args: argparse.Namespace) -> str:
     widths = find_widths(args.model)
     if args.tokens % args.sp:
         raise ValueError(f"--tokens {args.tokens} must be a multiple of --sp {args.sp}: shard_batch pads to one.")
+    if args.plot:
+        _plot(args.plot, args.model, widths, args.sp)
     work = Work(widths, args.sp, args.tokens, args.sequence, _BYTES[args.dtype], args.split)
     found = estimates(work, Machine(args.link_gbps, args.tflops))
     best, why = choose(found)
@@ -73,6 +82,32 @@ def _plan(args: argparse.Namespace) -> str:
         f"auto: {why}",
     ]
     return "\n".join(lines)
+
+
+def _plot(path: str, model: str, widths: MLAWidths | HeadWidths, ranks: int) -> None:
+    """What a token and layer send, forward, against the number of ranks, of every strategy that is possible."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'ds-mla-ulysses[show]'.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    counts = [n for n in (2, 4, 8, 16, 32, 64, 128) if n <= max(64, ranks)]
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for strategy in STRATEGIES:
+        possible = [n for n in counts if estimate(Work(widths, n, n), strategy, Machine()).refused is None]
+        sent = [max(sent_elements(widths, strategy, n, rank)[0] for rank in range(n)) for n in possible]
+        if possible:
+            axes.plot(possible, sent, marker="o", label=strategy)
+    axes.axvline(ranks, color="grey", linestyle=":", label=f"{ranks} ranks")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.set(xlabel="ranks", ylabel="elements that a rank sends, per local token", title=f"{model}: one layer, forward")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def _row(e: Estimate) -> dict[str, Any]:

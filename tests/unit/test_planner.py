@@ -182,6 +182,28 @@ def test_command(capsys):
     assert answer["rows"][2]["refused"] == "no query latent"
 
 
+def test_plot(tmp_path, capsys):
+    main(["plan", "--model", "glm-4.7-flash", "--sp", "8", "--tokens", "8192", "--plot", str(tmp_path / "bytes.png")])
+    assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_doctor(capsys, monkeypatch):
+    from ds_mla_ulysses import doctor
+
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and "ok  torch 2." in said and "gloo found" in said, said
+    monkeypatch.setitem(doctor.NEEDED, "transformers", "99.0")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 1
+    assert "missing  transformers" in capsys.readouterr().out
+    monkeypatch.setitem(doctor.NEEDED, "transformers", "5.15.0")
+    monkeypatch.setitem(doctor.TESTED_VERSIONS, "transformers", "5.23.0")
+    assert any("tested was 5.23.0: compare one step" in str(finding) for finding in doctor.examine())
+
+
 @pytest.mark.parametrize(
     "words,message",
     [
