@@ -9,7 +9,7 @@ and v as they come and writes fresh gradients (--core sdpa: a real one). Starts 
 
 raw_ratio is stock's time by a side's; ratio is the same with the time that the projections' products of T tokens take
 alone, measured in the same run, taken off both: what gather_kv expands beyond them counts. Medians of the pairs; min_ms
-is the shortest. --profile prints instead where the time of each side goes, by torch's profiler.
+is the shortest. auto is what strategy="auto" takes here, from the link and the rate that it measures. --profile prints instead where the time of each side goes, by torch's profiler.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     from ds_mla_ulysses.hf.latents import gather_latents
     from ds_mla_ulysses.hf.rows import with_heads
     from ds_mla_ulysses.layout.exchange import HeadsToTokens
+    from ds_mla_ulysses.layout.widths import MLAWidths
+    from ds_mla_ulysses.planner.auto import Auto, decide
+    from ds_mla_ulysses.planner.cost import Work
 
     (H, N, R, V), L, Q = PRESETS[args.preset], LATENT_WIDTH, QUERY_LATENT_WIDTHS.get(args.preset)
     T, dtype, group = args.tokens // args.ranks, pairs.DTYPES[args.dtype], SequenceGroup.of(dist.group.WORLD)
@@ -168,7 +171,10 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
         return found
 
     inputs = [query, latent, shared, kv_b_proj.weight] + ([q_b_proj.weight] if Q else [])
-    return pairs.Comparison(sides, inputs, grad, rows=rows)
+    work = Work(MLAWidths(H, N, R, V, L, Q), args.ranks, args.tokens, element_bytes=dtype.itemsize)
+    auto = Auto(tokens=args.tokens, sequence=None if args.core == "sdpa" else 1)  # the stand-in attends to nothing
+    _, why = decide(auto, work, {}, group, dtype, torch.device("cpu"))
+    return pairs.Comparison(sides, inputs, grad, rows=rows, auto=why)
 
 
 if __name__ == "__main__":

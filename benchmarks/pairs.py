@@ -44,6 +44,7 @@ class Comparison:
         grad: the gradient of every side's output.
         sent: what one forward and backward of a side sends to other ranks, in bytes, asked after the timing.
         rows: makes what is printed of the milliseconds of each side, pair by pair, in the place of `_rows`.
+        auto: what strategy="auto" would take here, and why.
     """
 
     sides: dict[str, Callable[[], Tensor]]
@@ -51,6 +52,7 @@ class Comparison:
     grad: Tensor
     sent: Callable[[str], int] | None = None
     rows: Callable[[dict[str, list[float]]], list[dict[str, Any]]] | None = None
+    auto: str | None = None
 
 
 class Core(torch.autograd.Function):
@@ -113,13 +115,14 @@ def _run(rank: int, compare: Callable[[argparse.Namespace], Comparison], args: a
         rows = this.rows(times) if this.rows else _rows(this, times)
     if rank == 0:
         if args.json:
-            print(
-                json.dumps({"rows": rows, "torch": torch.__version__, "deepspeed": deepspeed.__version__} | vars(args))
-            )
+            said = {"rows": rows} | ({} if this.auto is None else {"auto": this.auto})
+            print(json.dumps(said | {"torch": torch.__version__, "deepspeed": deepspeed.__version__} | vars(args)))
         else:
             print("  ".join(f"{name:>14}" for name in rows[0]))
             for row in rows:
                 print("  ".join(f"{value:>14}" for value in row.values()))
+            if this.auto is not None:
+                print(f"auto: {this.auto}")
     sys.stdout.flush()
     os._exit(0)
 
