@@ -24,6 +24,7 @@ class Handle:
             read the same data and groups read different data.
         strategy: what travels between ranks.
         why: why it is that, of "auto".
+        head_chunks: parts of the own heads that attend one after the other.
         split: which tokens of a sequence a rank holds.
         is_restored: whether `restore` was called.
         owes_loss: whether a sharded forward with gradients was not followed by a loss of the whole group yet;
@@ -38,10 +39,12 @@ class Handle:
         data_size: int,
         strategy: str,
         why: str,
+        head_chunks: int,
         pause: Callable[[bool], bool],
         undo: Callable[[], None],
     ) -> None:
         self.model, self.group, self.strategy, self.why = model, group, strategy, why
+        self.head_chunks = head_chunks
         self.data_rank, self.data_size = data_rank, data_size
         self._pause, self._undo = pause, undo
         self._engine: Any = None

@@ -330,6 +330,20 @@ def test_positions_that_are_not_given():
     run_ranks(2, makes_positions)
 
 
+def gathers_of_positions(layers):
+    """Rope's tables are the same for all layers, and are gathered once for all of them."""
+    model = tiny_model("mistral4", layers=layers)
+    handle = dmu.parallelize(model, strategy="latent_qkv")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    with dmu.TrafficMeter() as meter:
+        sharded_step(model, random_batch(1, 32), handle)
+    return meter.calls["all_gather", "setup"]
+
+
+def test_positions_are_gathered_once():
+    assert run_ranks(2, gathers_of_positions, 2) == run_ranks(2, gathers_of_positions, 4)
+
+
 def counted_pairs(split, documents):
     """Query-key pairs that this rank's calls of the attention function compute, and the largest mask."""
     from transformers.integrations import sdpa_attention

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from rank_pool import run_ranks
-from trainer_runs import Collate, Run, build, fresh_state, reference, samples
+from trainer_runs import Collate, Run, build, installed, reference, samples
 
 # What is evaluated: batches of rows of different lengths, labels on a part of each.
 EVAL = dict(per_device_eval_batch_size=2)
@@ -60,14 +60,8 @@ def evaluated(run, world, with_metrics=False, collate=None, count=8):
 def on_rank(run, *args):
     import torch.distributed as dist
 
-    import ds_mla_ulysses
-
-    with fresh_state():
-        ds_mla_ulysses.install(sp_in_eval=run.sp_in_eval)
-        try:
-            return evaluated(run, dist.get_world_size(), *args)
-        finally:
-            ds_mla_ulysses.uninstall()
+    with installed(run):
+        return evaluated(run, dist.get_world_size(), *args)
 
 
 def check(size, run, *args):
@@ -132,17 +126,11 @@ def alternating(run):
     """Evaluation between steps changes nothing, and training goes on sharded."""
     import torch.distributed as dist
 
-    import ds_mla_ulysses
-
-    with fresh_state():
-        ds_mla_ulysses.install(sp_in_eval=run.sp_in_eval)
-        try:
-            trainer = build(run, dist.get_world_size(), **EVAL, eval_strategy="steps", eval_steps=1)
-            trainer.train()
-            logs = trainer.state.log_history
-            return [x["loss"] for x in logs if "loss" in x], [x["eval_loss"] for x in logs if "eval_loss" in x]
-        finally:
-            ds_mla_ulysses.uninstall()
+    with installed(run):
+        trainer = build(run, dist.get_world_size(), **EVAL, eval_strategy="steps", eval_steps=1)
+        trainer.train()
+        logs = trainer.state.log_history
+        return [x["loss"] for x in logs if "loss" in x], [x["eval_loss"] for x in logs if "eval_loss" in x]
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -189,6 +189,15 @@ def test_the_comparison_can_fail():
     assert torch.isfinite(torch.tensor(got["losses"])).all()
 
 
+def of_handle(trainer):
+    import ds_mla_ulysses
+
+    handle = ds_mla_ulysses.handle_of(trainer.model)
+    if handle is None:  # the plain Trainer
+        return None
+    return {"strategy": handle.strategy, "split": handle.split, "head_chunks": handle.head_chunks}
+
+
 @pytest.mark.parametrize(
     "stage,settings",
     [
@@ -197,7 +206,11 @@ def test_the_comparison_can_fail():
         (3, dict(strategy="latent_qkv")),
         (2, dict(strategy="gather_kv", split="head_tail")),
         (3, dict(strategy="gather_kv", split="head_tail", family="llama")),
+        (3, dict(strategy="latent_kv", head_chunks=2)),
     ],
 )
 def test_strategies(stage, settings):
-    equals_one_process(2, Run(stage=stage, **settings))
+    for answer in equals_one_process(2, Run(stage=stage, extra=of_handle, **settings)):
+        assert {name: answer["extra"][name] for name in settings if name in answer["extra"]} == {
+            name: value for name, value in settings.items() if name != "family"
+        }

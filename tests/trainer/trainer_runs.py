@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from models import gradient_errors, tiny_model
 from rank_pool import run_ranks
 
 RTOL = 1e-4
+OF_INSTALL = ("sp_in_eval", "strategy", "split", "head_chunks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Run:
         prepare: `prepare(model) -> model` before the Trainer is built.
         trainer: `trainer(Run) -> dict` of further arguments of the Trainer; its class under "class".
         extra: `extra(trainer) -> Any` after training.
-        sp_in_eval, strategy, split: arguments of install.
+        sp_in_eval, strategy, split, head_chunks: arguments of install.
         handler: arguments of DeepSpeedSequenceParallelConfig.
     """
 
@@ -61,6 +62,7 @@ class Run:
     sp_in_eval: bool = False
     strategy: str = "packed"
     split: str = "contiguous"
+    head_chunks: int = 1
     handler: tuple[tuple[str, Any], ...] = ()
 
 
@@ -127,7 +129,7 @@ def reference(run: Run, groups: int = 1) -> dict[str, Any]:
 
     Trained once for all runs that differ only in how they are spread over ranks, as one process reads none of that.
     """
-    spread = ("sp", "stage", "only_sp_size", "config", "sp_in_eval", "strategy", "handler")
+    spread = ("sp", "stage", "only_sp_size", "config", "handler", *OF_INSTALL)
     return _of_one_process(dataclasses.replace(run, **{name: getattr(Run, name) for name in spread}), groups)
 
 
@@ -145,12 +147,19 @@ def sharded(run: Run) -> dict[str, Any]:
     """On a rank of a pool: the run with install(), which is undone afterwards."""
     import torch.distributed as dist
 
+    with installed(run):
+        return _train(run, dist.get_world_size(), 1)
+
+
+@contextlib.contextmanager
+def installed(run: Run) -> Iterator[None]:
+    """What the run says of install(), which is undone afterwards, in a fresh state."""
     import ds_mla_ulysses
 
     with fresh_state():
-        ds_mla_ulysses.install(sp_in_eval=run.sp_in_eval, strategy=run.strategy, split=run.split)
+        ds_mla_ulysses.install(**{name: getattr(run, name) for name in OF_INSTALL})
         try:
-            return _train(run, dist.get_world_size(), 1)
+            yield
         finally:
             ds_mla_ulysses.uninstall()
 
