@@ -4,7 +4,7 @@
     accelerate launch --config_file config.yaml --module ds_mla_ulysses.run train.py --my-argument 1
     torchrun --nproc-per-node 8 --module ds_mla_ulysses.run train.py --my-argument 1
 
-`--sp-in-eval`, `--strategy` and `--split` in front of the script are arguments of `install`; `-m` takes a module for the script.
+`--sp-in-eval`, `--strategy`, `--split` and `--head-chunks` in front of the script are arguments of `install`; `-m` takes a module for the script.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--sp-in-eval", action="store_true", help="evaluation of a Trainer shares sequences too")
     parser.add_argument("--strategy", default="packed", help="what travels between ranks, as of parallelize")
     parser.add_argument("--split", default="contiguous", help="which tokens a rank holds, as of parallelize")
+    parser.add_argument("--head-chunks", type=int, default=1, help="parts of the own heads, as of parallelize")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it first
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to the script")
     args = parser.parse_args(arguments)
     launchers = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
-    install(sp_in_eval=args.sp_in_eval, strategy=args.strategy, split=args.split)
+    settings = {"strategy": args.strategy, "split": args.split, "head_chunks": args.head_chunks}
+    install(sp_in_eval=args.sp_in_eval, **settings)
     sys.argv = [args.script, *launchers, *args.arguments]
     if args.is_module:
         sys.path.insert(0, os.getcwd())

@@ -57,7 +57,7 @@ def test_resumed_run_continues_exactly(tmp_path):
 @pytest.mark.parametrize(
     "launched,options",
     [
-        (True, ("--model", "deepseek_v3", "--full-layers", -1)),
+        (True, ("--model", "deepseek_v3", "--full-layers", -1, "--strategy", "auto", "--head-chunks", 2)),
         (False, ("--zero-stage", 3, "--strategy", "gather_kv", "--split", "head_tail", "--full-after", 0.5)),
     ],
 )
