@@ -71,7 +71,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.comm.group import SequenceGroup
     from ds_mla_ulysses.hf.latents import gather_latents
-    from ds_mla_ulysses.hf.rows import with_heads
+    from ds_mla_ulysses.hf.rows import WithHeads
     from ds_mla_ulysses.layout.exchange import HeadsToTokens
     from ds_mla_ulysses.layout.widths import MLAWidths
     from ds_mla_ulysses.planner.auto import Auto, decide
@@ -88,7 +88,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
 
     def projection(width: int, heads_width: int) -> torch.nn.Linear:
         made = torch.nn.Linear(width, H * heads_width, bias=False, dtype=dtype)
-        made.forward = with_heads(made, H)
+        made.forward = WithHeads(made, H)
         return made
 
     kv_b_proj, q_b_proj = projection(L, N + V), projection(Q, N + R) if Q else None
@@ -106,10 +106,10 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
         return dmu.GatherKVMLAAttention(attend, group.with_split(split), **widths)
 
     def q_of(x: Tensor, heads: slice | None = None) -> Tensor:
-        return x if q_b_proj is None else q_b_proj(x, heads).unflatten(-1, (-1, N + R))
+        return x if q_b_proj is None else q_b_proj(x, heads=heads).unflatten(-1, (-1, N + R))
 
     def expand(latent_BSL: Tensor, heads: slice) -> Tensor:
-        return kv_b_proj(latent_BSL, heads).unflatten(-1, (-1, N + V))
+        return kv_b_proj(latent_BSL, heads=heads).unflatten(-1, (-1, N + V))
 
     def expand_all(latent_BSL: Tensor, heads: slice) -> Tensor:
         return kv_b_proj(latent_BSL).unflatten(-1, (-1, N + V))

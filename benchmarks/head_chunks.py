@@ -30,18 +30,18 @@ def layer(
 ) -> tuple[Callable, list[Tensor]]:
     """A forward from latents to the output, and its leaves: query, latent, shared key and kv_b_proj's weight."""
     import ds_mla_ulysses as dmu
-    from ds_mla_ulysses.hf.rows import with_heads
+    from ds_mla_ulysses.hf.rows import WithHeads
 
     (H, N, R, V), T, dtype = PRESETS[args.preset], tokens // group.size, pairs.DTYPES[args.dtype]
     q, latent, shared = (
         torch.randn(1, T, *tail, dtype=dtype, requires_grad=True) for tail in ((H, N + R), (LATENT_WIDTH,), (R,))
     )
     kv_b_proj = torch.nn.Linear(LATENT_WIDTH, H * (N + V), bias=False, dtype=dtype)
-    kv_b_proj.forward = with_heads(kv_b_proj, H)
+    kv_b_proj.forward = WithHeads(kv_b_proj, H)
     settings = {"nope_dim": N, "rope_dim": R, "value_dim": V, "head_chunks": chunks}
 
     def expand(latent_BSL: Tensor, heads: slice) -> Tensor:
-        return kv_b_proj(latent_BSL, heads).unflatten(-1, (-1, N + V))
+        return kv_b_proj(latent_BSL, heads=heads).unflatten(-1, (-1, N + V))
 
     def of_run(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
         # The fake tensors' sdpa wants as many queries as keys for causality; what is held is the same.

@@ -103,6 +103,19 @@ def save_small_model(folder: Path, seed: int, longest: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def add_strategy_options(parser: argparse.ArgumentParser) -> None:
+    """What `parallelize` and `install` take alike."""
+    add = parser.add_argument
+    add("--strategy", default="packed", help="what travels between processes, or auto (default packed)")
+    add("--split", default="contiguous", help="which tokens a process holds; head_tail is for gather_kv")
+    add("--head-chunks", type=int, default=1, help="parts of a process's heads that attend one after the other")
+
+
+def strategy_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Those options by the names of the arguments."""
+    return {"strategy": args.strategy, "split": args.split, "head_chunks": args.head_chunks}
+
+
 def add_parallel_options(parser: argparse.ArgumentParser) -> None:
     """Those of `parallel_arguments`."""
     add = parser.add_argument

@@ -46,9 +46,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     add("--local_rank", type=int, help="given by the deepspeed launcher")
     add("--text", type=Path, help="a text file; default: the Python documentation in the standard library")
     add("--sp-size", type=int, help="processes that share each sequence; default: all")
-    add("--strategy", default="packed", help="what travels between processes (default packed)")
-    add("--split", default="contiguous", help="which tokens a process holds; head_tail is for gather_kv")
-    add("--head-chunks", type=int, default=1, help="parts of a process's heads that attend one after the other")
+    common.add_strategy_options(parser)
     add("--seq-len", type=int, default=512)
     add("--batch-size", type=int, default=2, help="sequences of a micro-batch, over all groups (default 2)")
     add("--accumulation", type=int, default=1, help="micro-batches of an optimizer step (default 1)")
@@ -176,8 +174,7 @@ def train(
     before_step: Callable[[torch.nn.Module, int], None],
 ) -> dict[str, Any]:
     """Trains over the processes of the job; returns losses and traffic."""
-    chosen = {"strategy": args.strategy, "split": args.split, "head_chunks": args.head_chunks}
-    handle = dmu.parallelize(model, sp_size=args.sp_size, **chosen)
+    handle = dmu.parallelize(model, sp_size=args.sp_size, **common.strategy_of(args))
     if args.batch_size % handle.data_size:
         raise SystemExit(f"--batch-size {args.batch_size} must be a multiple of the {handle.data_size} groups.")
     engine, *_ = dmu.initialize(

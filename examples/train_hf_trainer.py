@@ -32,6 +32,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     common.add_parallel_options(parser)
+    common.add_strategy_options(parser)
     add(
         "--attn",
         default="sdpa",
@@ -79,7 +80,7 @@ def main() -> int:
     if "WORLD_SIZE" in os.environ:  # under a launcher
         import ds_mla_ulysses
 
-        ds_mla_ulysses.install(sp_in_eval=args.sp_in_eval)
+        ds_mla_ulysses.install(sp_in_eval=args.sp_in_eval, **common.strategy_of(args))
     callbacks = []
     if args.attn == "moba":  # in one process too
         import ds_mla_ulysses

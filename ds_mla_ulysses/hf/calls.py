@@ -1,4 +1,4 @@
-"""Arguments of a module's call, whichever way they were given."""
+"""Arguments of a module's call, whichever way they were given; and what a patched module alone may have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import inspect
 from typing import Any
 
 from torch import Tensor
+
+
+class NotCopied:
+    """What belongs to a patched model alone: a copy would share its process group, its hooks or its weights."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("a parallelized model cannot be copied or pickled: call handle.restore() first.")
 
 
 def by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from ..layout.exchange import GatherTokens, HeadsToTokens
 from ..layout.widths import MLAWidths
 from .calls import by_name
 from .kernel import as_autocast
+from .rows import project
 
 #: The keyword argument in which the documents of a forward travel to its attention calls.
 DOCUMENTS = "ulysses_documents"
@@ -72,14 +73,15 @@ def on_latents(module: nn.Module, group: SequenceGroup, heads: slice) -> Callabl
             out_TBHV = HeadsToTokens.apply(out_SBMV, widths.heads, group, True)
             return real["o_proj"](out_TBHV.transpose(0, 1).flatten(2))
 
-        places = {
+        answers = {
             "q_a_proj": lambda _: q_BSQ,
             "q_a_layernorm": lambda x: x,
-            "q_b_proj": lambda x: real["q_b_proj"](x, heads),
+            "q_b_proj": lambda x: project(module, "q_b_proj", x, heads),
             "kv_a_proj_with_mqa": lambda _: kv_BSD,
             "kv_a_layernorm": lambda x: x,
             "o_proj": to_tokens,
         }
+        places = {name: _Place(real[name], answer) for name, answer in answers.items()}
         # Of the shape that the module asks it for; whatever would compute with it raises.
         given["hidden_states"] = x_BTD.new_empty(*kv_BSD.shape[:2], x_BTD.shape[-1], device="meta")
         vars(module).update(places)  # found before the submodules of these names
@@ -90,6 +92,19 @@ def on_latents(module: nn.Module, group: SequenceGroup, heads: slice) -> Callabl
                 del vars(module)[name]
 
     return forward
+
+
+class _Place:
+    """A submodule, but for what its call gives."""
+
+    def __init__(self, module: nn.Module, answer: Callable[[Tensor], Tensor]) -> None:
+        self._module, self._answer = module, answer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._answer(x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def gather_latents(q_BTQ: Tensor, kv_BTD: Tensor, group: SequenceGroup) -> tuple[Tensor, Tensor]:

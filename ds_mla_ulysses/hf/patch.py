@@ -37,7 +37,7 @@ from ..comm.group import SequenceGroup, gather_objects, raise_first, split_world
 from ..layout.batch import SHARDED
 from ..layout.documents import Documents, gather_documents
 from ..planner.auto import Auto
-from .calls import by_name, is_given
+from .calls import NotCopied, by_name, is_given
 from .families import TESTED, AttentionModel, find_attention, is_mla, is_patched
 from .handle import Handle
 from .kernel import LocalKernel, as_autocast
@@ -161,15 +161,8 @@ def handle_of(model: nn.Module) -> Handle | None:
     return next((vars(m)["_ulysses_handle"] for m in model.modules() if "_ulysses_handle" in vars(m)), None)
 
 
-class _NotCopied:
-    """What belongs to a patched model alone: a copy would share its process group and its hooks."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError("a parallelized model cannot be copied or pickled: call handle.restore() first.")
-
-
 @dataclass(frozen=True)
-class _Layer(_NotCopied):
+class _Layer(NotCopied):
     """What the attention function needs of one patched module."""
 
     kernel: LocalKernel | MoBAKernel
@@ -195,7 +188,7 @@ def _latents_as_they_are(kv_nope_B1TL: Tensor, k_rot_B1TR: Tensor) -> tuple[Tens
     return kv_nope_B1TL, k_rot_B1TR
 
 
-class _Patch(_NotCopied):
+class _Patch(NotCopied):
     """Applies every replacement of the table above; `undo` takes all of them back."""
 
     def __init__(
@@ -321,18 +314,19 @@ class _Patch(_NotCopied):
                 problem = problem or text
         if getattr(text_model.config, "output_attentions", False):
             problem = problem or _NO_ATTENTIONS
-        inputs = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
-        if inputs is None:
-            return None  # the model's own error says it best
+        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        problem = problem or _problem_of_inputs(text_model, ids, embeds)
+        inputs = ids if ids is not None else embeds
+        has_rows = isinstance(inputs, Tensor) and inputs.ndim >= 2
         documents, positions = gather_documents(
             given.get("position_ids"),
             given.get("attention_mask"),
-            tuple(inputs.shape[:2]),
-            inputs.device,
+            tuple(inputs.shape[:2]) if has_rows else (0, 0),
+            inputs.device if has_rows else torch.device("cpu"),
             self.group,
             problem,
             {
-                "inputs require gradients": torch.is_grad_enabled() and inputs.requires_grad,
+                "inputs require gradients": has_rows and torch.is_grad_enabled() and inputs.requires_grad,
                 "set_moba was called": tuple(layer.is_full for layer in self.moba_layers),
             },
         )
@@ -360,6 +354,23 @@ class _Patch(_NotCopied):
         if self._in_plain_forward or self.group.size == 1:
             return None
         return tuple(x[:, :-1] for x in out) if isinstance(out, tuple) else out[:, :-1]
+
+
+def _problem_of_inputs(text_model: nn.Module, ids: Any, embeds: Any) -> str | None:
+    """What would stop this rank in the embedding, where the others would not hear of it."""
+    if (ids is None) == (embeds is None):
+        return "give exactly one of input_ids and inputs_embeds."
+    for name, x, wanted in (("input_ids", ids, 2), ("inputs_embeds", embeds, 3)):
+        if x is not None and (not isinstance(x, Tensor) or x.ndim != wanted or 0 in x.shape):
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            return f"{name} must be this rank's [B, T{', D' if wanted == 3 else ''}] tokens, got {found}."
+    table = text_model.get_input_embeddings()
+    if ids is not None and isinstance(table, nn.Embedding):
+        lowest, highest = (int(x) for x in ids.aminmax())
+        if lowest < 0 or highest >= table.num_embeddings:
+            wrong = lowest if lowest < 0 else highest
+            return f"input_ids has {wrong}, which is none of the {table.num_embeddings} tokens of the vocabulary."
+    return None
 
 
 def _depends_on_longest(module: nn.Module) -> bool:

@@ -5,27 +5,43 @@ Letters: H heads · M some of them · D output width of a head · L input width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .calls import NotCopied
 
-def with_heads(linear: nn.Linear, heads: int) -> Callable[..., Tensor]:
-    """A forward for `linear`, whose output are `heads` heads: `linear(x, slice)` gives those, else all.
 
-    It is called as the module is, so that hooks fire, which gather the weight under ZeRO-3.
+class WithHeads(NotCopied):
+    """A forward for `linear`, whose output are `heads` heads: `linear(x, heads=slice)` gives those, else all.
+
+    It is called as the module is, so that hooks fire, which gather the weight under ZeRO-3. The heads go by keyword,
+    which leaves a hook's arguments as they are.
     """
-    original = linear.forward
 
-    def forward(x: Tensor, heads_of: slice | None = None) -> Tensor:
-        if heads_of is None:
-            return original(x)
-        width = linear.out_features // heads
-        return LinearRows.apply(x, linear.weight, linear.bias, heads_of.start * width, heads_of.stop * width)
+    def __init__(self, linear: nn.Linear, heads: int) -> None:
+        self.linear, self.width, self.original = linear, linear.out_features // heads, linear.forward
 
-    return forward
+    def __call__(self, x: Tensor, heads: slice | None = None) -> Tensor:
+        if heads is None:
+            return self.original(x)
+        rows = heads.start * self.width, heads.stop * self.width
+        return LinearRows.apply(x, self.linear.weight, self.linear.bias, *rows)
+
+
+def project(module: nn.Module, name: str, x: Tensor, heads: slice) -> Tensor:
+    """Some heads of a projection that has such a forward.
+
+    Raises:
+        RuntimeError: it has been replaced since, by an adapter.
+    """
+    projection = module._modules[name]
+    if not isinstance(vars(projection).get("forward"), WithHeads):
+        raise RuntimeError(
+            f"{type(module).__name__}.{name} was replaced after parallelize, which takes rows of its weight: put adapters "
+            "on the model before it is parallelized, with strategy='packed' or 'gather_kv'."
+        )
+    return projection(x, heads=heads)
 
 
 class LinearRows(torch.autograd.Function):

@@ -33,7 +33,7 @@ from ..planner.cost import STRATEGIES, Work
 from ..planner.models import widths_of_config
 from .families import UnsupportedModelError, is_mla, names_of
 from .latents import on_latents
-from .rows import with_heads
+from .rows import WithHeads, project
 
 #: Those that take the rows of projections that belong to the own heads.
 _OF_ROWS = {"latent_kv": ("kv_b_proj",), "latent_qkv": ("q_b_proj", "kv_b_proj")}
@@ -158,10 +158,10 @@ def strategy_of(
     if strategy == "packed":
         return _packed(layer, UlyssesMLAAttention(kernel, group, **dims))
     projections = [getattr(layer, name) for name in _rows_taken(strategy, head_chunks)]
-    replaced = [(projection, "forward", with_heads(projection, widths.heads)) for projection in projections]
+    replaced = [(projection, "forward", WithHeads(projection, widths.heads)) for projection in projections]
 
     def expand(latent_BSL: Tensor, heads: slice) -> Tensor:
-        return _heads(layer.kv_b_proj(latent_BSL, heads), heads.stop - heads.start)
+        return _heads(project(layer, "kv_b_proj", latent_BSL, heads), heads.stop - heads.start)
 
     if strategy == "gather_kv":
         attention = GatherKVMLAAttention(kernel, group, **dims)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.collectives import exchange_bytes
 from ..comm.group import SequenceGroup, gather_objects, raise_first
-from .split import chunks_of
+from .split import chunks_of, mark_split
 
 IGNORED_LABEL = -100
 #: The key of a batch that is this rank's part; models parallelized with `by_batch` look for it.
@@ -102,7 +102,7 @@ def exchange_batches(
     if not any(received):
         return [None] * group.size
     arrived = exchange_bytes(parts, received, group, device)
-    return [_received(part, device) if part else None for part in arrived]
+    return [_received(part, device, group) if part else None for part in arrived]
 
 
 def _packed(batch: Mapping[str, Any], group: SequenceGroup) -> list[bytes]:
@@ -116,8 +116,9 @@ def _packed(batch: Mapping[str, Any], group: SequenceGroup) -> list[bytes]:
     ]
 
 
-def _received(part: bytes, device: torch.device) -> dict[str, Any]:
+def _received(part: bytes, device: torch.device, group: SequenceGroup) -> dict[str, Any]:
     shard = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in pickle.loads(part).items()}
+    mark_split(shard["position_ids"], group.split)
     return {**shard, SHARDED: True}
 
 
@@ -134,12 +135,14 @@ def _parts(batch: Mapping[str, Any], ranks: Sequence[int], group: SequenceGroup)
     count = len(chunks_of(group))
     padded = {name: _pad(name, x, -S % count) if _is_split(x, S) else x for name, x in whole.items()}
     for rank in ranks:
-        yield {
+        part = {
             name: _join([x.chunk(count, dim=1)[chunk] for chunk in chunks_of(group, rank)])
             if _is_split(whole[name], S)
             else x
             for name, x in padded.items()
         }
+        mark_split(part["position_ids"], group.split)
+        yield part
 
 
 def _join(parts: list[Tensor]) -> Tensor:

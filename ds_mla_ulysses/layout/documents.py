@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import gather_now
-from ..comm.group import SPLITS, SequenceGroup, gather_objects, raise_first
-from .split import chunks_of, in_order, own_runs, uneven
+from ..comm.group import SequenceGroup, gather_objects, raise_first
+from .split import chunks_of, in_order, marked_split, own_runs, uneven
 
 
 class Documents:
@@ -147,11 +147,15 @@ def gather_documents(
         ValueError: on all ranks, if shapes do not fit or differ between ranks, or positions are those of another split.
     """
     B, T = shape
+    noted = marked_split(position_ids)
     problem = problem or _problem(position_ids, attention_mask, B, T) or uneven(group, T)
+    if problem is None and noted not in (None, group.split) and group.size > 1:
+        problem = _is_of(noted, group)
     alike = {"position_ids were given": position_ids is None, "an attention_mask was given": attention_mask is None} | (
         dict(alike) if alike else {}
     )
-    problems, shapes, *differing = zip(*gather_objects(group, (problem, (B, T), *alike.values())), strict=True)
+    said = gather_objects(group, (problem, (B, T), noted, *alike.values()))
+    problems, shapes, notes, *differing = zip(*said, strict=True)
     raise_first(problems)
     if len(set(shapes)) > 1:
         raise ValueError(
@@ -173,35 +177,37 @@ def gather_documents(
     of_ranks = gather_now(mine, group, "setup")
     positions_SB, padding_SB = in_order(of_ranks, group).unbind(-1)
     documents, problem = find_documents(positions_SB.T, padding_SB.T.bool())
-    problem = _other_split(of_ranks, group) or problem
+    if group.split == "head_tail" and group.size > 1 and not any(notes) and position_ids is not None:
+        problem = _other_split(of_ranks, group) or problem
     if problem is not None:
         raise ValueError(problem)
     return documents, positions_BT
 
 
 def _other_split(of_ranks: Tensor, group: SequenceGroup) -> str | None:
-    """Finds positions that are cut off where ranks' parts meet, and are not if the parts are those of another split.
+    """Finds positions of consecutive tokens where they should be of head and tail, if nothing was noted on them.
+
+    That is where documents are cut off as chunks meet, and would not be in the other order.
 
     Args:
         of_ranks: [S, B, 2], positions and padding as the ranks hold them, one rank after the other.
     """
-    S, groups = of_ranks.shape[0], {split: group.with_split(split) for split in SPLITS}
-    chunks = max(len(chunks_of(g)) for g in groups.values())
-    if group.size == 1 or S % chunks:
-        return None
-    begins = torch.arange(S // chunks, S, S // chunks, device=of_ranks.device)
+    chunks = len(chunks_of(group))
+    width = of_ranks.shape[0] // chunks
+    begins = torch.arange(width, chunks * width, width, device=of_ranks.device)
 
-    def cuts(group: SequenceGroup) -> Tensor:
-        positions_SB, padding_SB = in_order(of_ranks, group).unbind(-1)
+    def cuts(in_sequence: Tensor) -> Tensor:
+        positions_SB, padding_SB = in_sequence.unbind(-1)
         cut = (positions_SB[begins] != positions_SB[begins - 1] + 1) & (positions_SB[begins] != 0)
         return (cut & (padding_SB[begins] + padding_SB[begins - 1] == 0)).sum()
 
-    found = dict(zip(groups, torch.stack([cuts(g) for g in groups.values()]).tolist(), strict=True))
-    better = [split for split, n in found.items() if n < found[group.split]]
-    if not better:
-        return None
+    here, otherwise = torch.stack([cuts(in_order(of_ranks, group)), cuts(of_ranks)]).tolist()
+    return _is_of("contiguous", group) if here and not otherwise else None
+
+
+def _is_of(split: str, group: SequenceGroup) -> str:
     return (
-        f"position_ids are those of a batch with split={better[0]!r}, but the model has split={group.split!r}: shard "
+        f"position_ids are those of a batch with split={split!r}, but the model has split={group.split!r}: shard "
         "batches by shard_batch(batch, handle.group, split=handle.split)."
     )
 

@@ -241,6 +241,14 @@ def bad_forward(what):
         inputs["attention_mask"] = {"full_attention": None}
     if what == "embeddings on one rank":
         inputs = dict(inputs_embeds=torch.ones(2, T, 48, dtype=torch.float64, requires_grad=rank == 0))
+    if rank and what == "nothing on one rank":
+        inputs = {}
+    if rank and what == "both on one rank":
+        inputs["inputs_embeds"] = torch.ones(2, T, 48, dtype=torch.float64)
+    if rank and what == "flat on one rank":
+        inputs["input_ids"] = inputs["input_ids"][0]
+    if rank and what in ("beyond the vocabulary", "below the vocabulary"):
+        inputs["input_ids"][1, 2] = 128 if what.startswith("beyond") else -1
     if what == "not causal":
         inputs["is_causal"] = False
     if what == "impossible label":
@@ -277,6 +285,19 @@ def bad_forward(what):
         ("mask on one rank", ValueError, "an attention_mask was given on some ranks"),
         ("mask of another kind", ValueError, "attention_mask must be a tensor"),
         ("embeddings on one rank", ValueError, "inputs require gradients on some ranks"),
+        ("nothing on one rank", ValueError, "rank 1 of the group: give exactly one of input_ids and inputs_embeds"),
+        ("both on one rank", ValueError, "rank 1 of the group: give exactly one of input_ids and inputs_embeds"),
+        (
+            "flat on one rank",
+            ValueError,
+            r"rank 1 of the group: input_ids must be this rank's \[B, T\] tokens, got \(6,\)",
+        ),
+        (
+            "beyond the vocabulary",
+            ValueError,
+            "rank 1 of the group: input_ids has 128, which is none of the 128 tokens",
+        ),
+        ("below the vocabulary", ValueError, "rank 1 of the group: input_ids has -1, which is none of the 128 tokens"),
         ("not causal", ValueError, "not causal"),
         ("impossible label", ValueError, "4 shift_labels of the batch are neither -100 nor one of the 8"),
         ("group of others", ValueError, "rank 1 of the group: group must be a torch.distributed ProcessGroup"),

@@ -135,6 +135,8 @@ def test_two_forwards_before_one_backward(way):
 
 
 def compiles(way):
+    torch._dynamo.reset()  # after other shapes this one's would be symbols
+
     def prepare(model):
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
@@ -290,19 +292,45 @@ def test_head_and_tail_are_for_queries_that_stay(strategy):
         dmu.parallelize(tiny_model("deepseek_v3"), strategy=strategy, split="zigzag")
 
 
-def other_split(of_model, of_batch, documents):
+def other_split(of_model, of_batch, documents, copied=False):
     model = tiny_model("deepseek_v3")
     handle = dmu.parallelize(model, strategy="gather_kv", split=of_model)
     shard = dmu.shard_batch(packed_batch(documents), handle.group, split=of_batch)
-    model(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+    positions = shard["position_ids"]
+    model(input_ids=shard["input_ids"], position_ids=positions.clone() if copied else positions)
 
 
-@pytest.mark.parametrize("documents", [[[32]], [[20, 12]], [[3, 29], [30, 2]]])
+# Of the last one no positions are cut off in either order.
+@pytest.mark.parametrize("documents", [[[32]], [[20, 12]], [[3, 29], [30, 2]], [[16, 8, 8]]])
 @pytest.mark.parametrize("of_model,of_batch", [("contiguous", "head_tail"), ("head_tail", "contiguous")])
 @pytest.mark.parametrize("size", [2, 4])
 def test_batches_of_the_other_split(size, of_model, of_batch, documents):
     message = f"position_ids are those of a batch with split='{of_batch}', but the model has split='{of_model}': shard"
     raises_on_ranks(size, ValueError, message, other_split, of_model, of_batch, documents)
+
+
+def test_batches_of_consecutive_tokens_without_a_note():
+    """Positions of one's own making, or moved to another device."""
+    message = "position_ids are those of a batch with split='contiguous', but the model has split='head_tail'"
+    raises_on_ranks(2, ValueError, message, other_split, "head_tail", "contiguous", [[20, 12]], copied=True)
+
+
+def starts_anywhere(way):
+    """Documents that go on from elsewhere, wherever chunks meet, are legal."""
+    batch = random_batch(1, 8)
+    plain, model = tiny_model("llama"), tiny_model("llama")
+    handle = dmu.parallelize(model, **way)
+    for positions in ([0, 1, 2, 3, 2, 3, 0, 1], [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 0, 1, 7, 8, 2, 3]):
+        batch["position_ids"] = torch.tensor([positions])
+        want = reference_step(plain, batch)
+        plain.zero_grad()
+        loss, _, _ = sharded_step(model, batch, handle)
+        assert abs(loss - want[0]) < 1e-8
+
+
+@pytest.mark.parametrize("way", [dict(), WAYS["gather_kv"], WAYS["head_tail"]])
+def test_documents_that_start_anywhere(way):
+    run_ranks(2, starts_anywhere, way)
 
 
 def uneven():
@@ -342,6 +370,69 @@ def gathers_of_positions(layers):
 
 def test_positions_are_gathered_once():
     assert run_ranks(2, gathers_of_positions, 2) == run_ranks(2, gathers_of_positions, 4)
+
+
+def with_hooks(way):
+    """A user's hooks see one tensor and fire once; what they return is taken; siblings are what they are."""
+    batch = random_batch(1, 16)
+    names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+    def hooked(model):
+        fired = []
+        for layer in model.model.layers:
+            attention = layer.self_attn
+
+            def before(module, args, attention=attention):
+                (x,) = args
+                assert attention.q_a_proj.weight is attention._modules["q_a_proj"].weight
+                fired.append(type(module).__name__)
+                return (x * 1.1,)
+
+            for name in names:
+                getattr(attention, name).register_forward_pre_hook(before)
+        return fired
+
+    plain, model = tiny_model("deepseek_v3"), tiny_model("deepseek_v3")
+    of_plain, of_model = hooked(plain), hooked(model)
+    want = reference_step(plain, batch)
+    loss, grads, _ = sharded_step(model, batch, dmu.parallelize(model, **WAYS[way]))
+    assert abs(loss - want[0]) < 1e-8 and len(of_model) == len(of_plain)
+    assert_gradients(grads, want[1], 1e-6)
+
+
+@EVERY_WAY
+def test_hooks_of_the_user(way):
+    run_ranks(2, with_hooks, way)
+
+
+def copied_projection(name):
+    import copy
+
+    model = tiny_model("deepseek_v3")
+    dmu.parallelize(model, strategy="latent_qkv")
+    copy.deepcopy(getattr(model.model.layers[0].self_attn, name))
+
+
+@pytest.mark.parametrize("name", ["q_b_proj", "kv_b_proj"])
+def test_projections_are_not_copied(name):
+    """The copy would compute with the original's weight."""
+    raises_on_ranks(2, RuntimeError, "cannot be copied or pickled: call handle.restore", copied_projection, name)
+
+
+def adapted_afterwards(name):
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("deepseek_v3")
+    handle = dmu.parallelize(model, strategy="latent_qkv")
+    model = get_peft_model(model, LoraConfig(target_modules=[name])).double()
+    shard = dmu.shard_batch(random_batch(1, 16), handle.group)
+    model(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+
+
+@pytest.mark.parametrize("name", ["q_b_proj", "kv_b_proj"])
+def test_adapters_that_come_afterwards(name):
+    message = f"{name} was replaced after parallelize, .* put adapters on the model before it is parallelized"
+    raises_on_ranks(2, RuntimeError, message, adapted_afterwards, name)
 
 
 def counted_pairs(split, documents):
