@@ -45,7 +45,6 @@ def check(B, T, H, batch_dim_idx, compiled=False):
         return flip(causal_attention(flip(q), flip(k), flip(v)))
 
     attention = dmu.UlyssesMLAAttention(local_attention, group, nope_dim=N, rope_dim=R, value_dim=V)
-    torch._dynamo.reset()  # after other shapes this one's would be symbols
     step = torch.compile(attention, backend="aot_eager") if compiled else attention
     inputs = [flip(x[:, mine]).contiguous().requires_grad_() for x in whole[:3]]
     with dmu.TrafficMeter() as meter:
@@ -114,7 +113,6 @@ def check_gathering(B, T, H, batch_dim_idx, split, compiled=False):
         return flip(out[:, first_query : first_query + q.shape[1]])
 
     attention = dmu.GatherKVMLAAttention(local_attention, group, nope_dim=N, rope_dim=R, value_dim=V)
-    torch._dynamo.reset()  # after other shapes this one's would be symbols
     step = torch.compile(attention, backend="aot_eager") if compiled else attention
     inputs = [flip(run_of(x, group)).contiguous().requires_grad_() for x in whole[:3]]
     with dmu.TrafficMeter() as meter:
