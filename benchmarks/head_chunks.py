@@ -25,6 +25,13 @@ from torch import Tensor
 STRATEGIES = ("packed", "latent_kv", "gather_kv")
 
 
+def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Strategies with the numbers of parts that a rank has heads for; all are compared with the first number."""
+    heads = PRESETS[args.preset][0]
+    own = {strategy: heads if strategy == "gather_kv" else heads // args.memory_ranks for strategy in STRATEGIES}
+    return [(strategy, chunks) for strategy in STRATEGIES for chunks in args.chunks if chunks <= own[strategy]]
+
+
 def layer(
     args: argparse.Namespace, strategy: str, chunks: int, tokens: int, group: Any
 ) -> tuple[Callable, list[Tensor]]:
@@ -71,18 +78,17 @@ def peaks(args: argparse.Namespace) -> dict[str, float]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.memory_ranks)
     group, found = SequenceGroup.of(dist.group.WORLD), {}
-    for strategy in STRATEGIES:
-        for chunks in args.chunks:
-            with FakeTensorMode():
-                step, leaves = layer(args, strategy, chunks, args.memory_tokens, group)
-                tracker = MemTracker()
-                tracker.track_external(*leaves)
-                with tracker:
-                    out = step()
-                    out.backward(torch.ones_like(out))
-                peak = sum(x["Total"] for x in tracker.get_tracker_snapshot("peak").values())
-            own = sum(2 * x.nbytes for x in leaves)
-            found[f"{strategy} {chunks}"] = round((peak - own) / 1e6, 1)
+    for strategy, chunks in cases(args):
+        with FakeTensorMode():
+            step, leaves = layer(args, strategy, chunks, args.memory_tokens, group)
+            tracker = MemTracker()
+            tracker.track_external(*leaves)
+            with tracker:
+                out = step()
+                out.backward(torch.ones_like(out))
+            peak = sum(x["Total"] for x in tracker.get_tracker_snapshot("peak").values())
+        own = sum(2 * x.nbytes for x in leaves)
+        found[f"{strategy} {chunks}"] = round((peak - own) / 1e6, 1)
     dist.destroy_process_group()
     return found
 
@@ -91,11 +97,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     from ds_mla_ulysses.comm.group import SequenceGroup
 
     group = SequenceGroup.of(dist.group.WORLD)
-    made = {
-        f"{strategy} {chunks}": layer(args, strategy, chunks, args.tokens, group)
-        for strategy in STRATEGIES
-        for chunks in args.chunks
-    }
+    made = {f"{s} {chunks}": layer(args, s, chunks, args.tokens, group) for s, chunks in cases(args)}
     H, _, _, V = PRESETS[args.preset]
     grad = torch.randn(1, args.tokens // args.ranks, H, V).to(pairs.DTYPES[args.dtype])
 

@@ -1,20 +1,24 @@
 """What the benchmarks share: two sides of an exchange in one process group, alternating; medians of the pairs.
 
-A benchmark gives `start` a function that makes, on every rank, a `Comparison`. Ranks are started here
-(gloo, one thread each), unless RANK is set: then this process is that rank, by torchrun's variables.
+A benchmark gives `start` a function that makes, on every rank, a `Comparison`; one that measures otherwise gives
+`on_ranks` a function of its own. Ranks are started here (gloo, one thread each), unless RANK is set: then this process
+is that rank, by torchrun's variables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +68,57 @@ class Core(torch.autograd.Function):
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=doc.splitlines()[0])
-    found.add_argument("--ranks", type=int, default=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 2)
-    found.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
-    found.add_argument("--dtype", choices=DTYPES, default="bf16")
+    found = common_options(doc)
     found.add_argument("--pairs", type=int, default=21)
-    found.add_argument("--json", action="store_true")
     found.add_argument("--profile", action="store_true", help="where the time of each side goes, in the place of times")
     return found
 
 
+def common_options(doc: str) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=doc.splitlines()[0])
+    found.add_argument("--ranks", type=int, default=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 2)
+    found.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
+    found.add_argument("--dtype", choices=DTYPES, default="bf16")
+    found.add_argument("--json", action="store_true")
+    return found
+
+
 def start(compare: Callable[[argparse.Namespace], Comparison], arguments: argparse.Namespace) -> None:
+    found = on_ranks(partial(_compare, compare), arguments)
+    if arguments.json:
+        print(json.dumps(found | vars(arguments)))
+    else:
+        print_table(found["rows"])
+        if "auto" in found:
+            print(f"auto: {found['auto']}")
+    leave(0)
+
+
+def on_ranks(function: Callable[[argparse.Namespace], Any], arguments: argparse.Namespace) -> Any:
+    """What a function of each rank, JSON, is on rank 0. Other ranks that were started from outside end here."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     if "RANK" not in os.environ:
-        mp.spawn(_run, args=(compare, arguments, f"file://{tempfile.mktemp()}"), nprocs=arguments.ranks)
-        return
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_spawned, args=(function, arguments, Path(folder)), nprocs=arguments.ranks)
+            return json.loads((Path(folder) / "found.json").read_text())
     if arguments.ranks != int(os.environ["WORLD_SIZE"]):
         sys.exit(f"--ranks {arguments.ranks}, but {os.environ['WORLD_SIZE']} were started: leave --ranks out")
-    _run(int(os.environ["RANK"]), compare, arguments, "env://")
+    found = _rank(int(os.environ["RANK"]), function, arguments, "env://")
+    if os.environ["RANK"] != "0":
+        leave(0)
+    return found
+
+
+def leave(status: int) -> None:
+    """Ends the process without what else runs at its exit: gloo's threads may still be waiting."""
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print("  ".join(f"{name:>14}" for name in rows[0]))
+    for row in rows:
+        print("  ".join(f"{value:>14}" for value in row.values()))
 
 
 def traffic_of(step: Callable[[], Any]) -> int:
@@ -93,8 +130,21 @@ def traffic_of(step: Callable[[], Any]) -> int:
     return meter.total_bytes
 
 
-def _run(rank: int, compare: Callable[[argparse.Namespace], Comparison], args: argparse.Namespace, init: str) -> None:
+def _spawned(rank: int, function: Callable[[argparse.Namespace], Any], args: argparse.Namespace, folder: Path) -> None:
+    found = _rank(rank, function, args, f"file://{folder}/ranks")
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    leave(0)
+
+
+def _rank(rank: int, function: Callable[[argparse.Namespace], Any], args: argparse.Namespace, init: str) -> Any:
     torch.set_num_threads(1)
+    os.environ.setdefault("LOCAL_RANK", str(rank))  # DeepSpeed's engines want it
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is not the benchmark's
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=args.ranks)
     import deepspeed
 
@@ -102,6 +152,16 @@ def _run(rank: int, compare: Callable[[argparse.Namespace], Comparison], args: a
 
     with without_cpu_extension():
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    found = function(args)
+    sys.stdout.flush()
+    os.dup2(stdout, 1)
+    os.close(stdout)
+    return found
+
+
+def _compare(compare: Callable[[argparse.Namespace], Comparison], args: argparse.Namespace) -> dict[str, Any]:
+    import deepspeed
+
     this = compare(args)
     times: dict[str, list[float]] = {name: [] for name in this.sides}
     for pair in range(args.pairs + WARMUP if not args.profile else WARMUP):
@@ -113,18 +173,8 @@ def _run(rank: int, compare: Callable[[argparse.Namespace], Comparison], args: a
         rows = [_profile(this, name, args.pairs) for name in this.sides]
     else:
         rows = this.rows(times) if this.rows else _rows(this, times)
-    if rank == 0:
-        if args.json:
-            said = {"rows": rows} | ({} if this.auto is None else {"auto": this.auto})
-            print(json.dumps(said | {"torch": torch.__version__, "deepspeed": deepspeed.__version__} | vars(args)))
-        else:
-            print("  ".join(f"{name:>14}" for name in rows[0]))
-            for row in rows:
-                print("  ".join(f"{value:>14}" for value in row.values()))
-            if this.auto is not None:
-                print(f"auto: {this.auto}")
-    sys.stdout.flush()
-    os._exit(0)
+    said = {"rows": rows} | ({} if this.auto is None else {"auto": this.auto})
+    return said | {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
 
 
 def _turn(this: Comparison, name: str) -> float:

@@ -1,0 +1,116 @@
+"""The benchmarks of whole trainings run, say what they promise, and parity's bars are held and can be missed."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+STRATEGIES = ["packed", "latent_kv", "latent_qkv", "gather_kv", "head_tail"]
+
+
+def run(script, *words, json_option=True):
+    """Status and what --json prints, which is one object."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    words = [sys.executable, str(BENCHMARKS / script), *words, *(["--json"] if json_option else [])]
+    done = subprocess.run(words, capture_output=True, text=True, env=kept | {"DS_ACCELERATOR": "cpu"}, timeout=200)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_parity():
+    status, found = run("parity.py", "--steps", "1", "--tokens", "64")
+    assert status == 0 and found["missed"] == []
+    rows = {row.pop("side"): row for row in found["rows"]}
+    assert list(rows) == ["one process", "materialised", *STRATEGIES]
+    assert all(list(row) == ["loss 1", "grad_norm 1", "gradients 1"] for row in rows.values())
+    # The distances are rounding's: neither nothing nor another model's.
+    assert all(1e-3 < row["gradients 1"] < 0.1 for row in rows.values())
+    assert rows["packed"]["loss 1"] == 0 < rows["gather_kv"]["loss 1"] < 1e-3
+    assert {"ranks", "tokens", "dtype", "steps", "versions", "floor", "published_percent"} <= set(found)
+
+
+@pytest.mark.parametrize("model,stage", [("llama", "3"), ("deepseek_v3", "2")])
+def test_train_step(model, stage):
+    words = ["--model", model, "--zero-stage", stage, "--tokens", "32", "--pairs", "2", "--dtype", "fp32"]
+    status, found = run("train_step.py", *words)
+    assert status == 0
+    assert [row["side"] for row in found["rows"]] == ["stock", "packed"]
+    for row in found["rows"]:
+        assert set(row) == {"zero", "side", "tokens/s", "q1", "q3", "ms", "ratio", "ratio q1", "ratio q3"}
+        assert 0 < row["q1"] <= row["tokens/s"] <= row["q3"] and row["zero"] == int(stage)
+    stock, ours = found["losses"][stage].values()
+    assert len(stock) == len(ours) == 3 + 2 and stock == pytest.approx(ours, rel=1e-4)
+    assert len(set(stock)) == 5  # it trains, and on other tokens each time
+
+
+def test_head_chunks():
+    words = ["--tokens", "64", "--pairs", "1", "--preset", "deepseek-v2-lite", "--chunks", "1", "2", "4"]
+    status, found = run("head_chunks.py", *words, "--memory-tokens", "8192")
+    rows = {(row["strategy"], row["chunks"]): row for row in found["rows"]}
+    assert status == 0 and ("packed", 4) not in rows  # two heads on each of eight ranks
+    assert rows["gather_kv", 4]["of_one"] < 0.4 < rows["gather_kv", 2]["of_one"] < 1
+    assert all(row["ms"] > 0 for row in rows.values())
+
+
+def test_gpu_check_on_a_cpu():
+    """Whether the script works; ranks are threads."""
+    status, found = run("gpu_check.py", "--device", "cpu", json_option=False)
+    assert status == 0 and all(row["right"] for row in found["strategies"])
+    assert [row["strategy"] for row in found["strategies"]][:4] == ["packed", "latent_kv", "gather_kv", "head_tail"]
+    assert {"date", "device", "versions", "copies", "moba"} <= set(found)
+
+
+def held():
+    """Ten steps as parity measures them, in which all bars are held."""
+    side = {"losses": [7.0] * 9 + [2.0], "grad_norms": [1.0] * 10, "gradient_distance": 0.02}
+    found = {"sides": {name: copy.deepcopy(side) for name in ("one process", "materialised", *STRATEGIES)}}
+    found |= {"control": [[7.0] * 9 + [loss] for loss in (2.01, 1.98)], "floor": 1e-4}
+    for strategy, loss in zip(STRATEGIES, (2.0, 2.039, 1.961, 2.02, 2.0), strict=True):
+        found["sides"][strategy]["losses"][9] = loss
+        found["sides"][strategy]["gradient_distance"] = 0.0299
+    return found
+
+
+@pytest.mark.parametrize(
+    "strategy,key,step,value,said",
+    [
+        ("packed", "losses", 0, 7.000001, "step 1 is 7.000001, not bitwise"),
+        ("packed", "losses", 0, float("nan"), "not bitwise"),
+        ("gather_kv", "gradient_distance", None, 0.031, "1.55 times"),
+        ("latent_qkv", "gradient_distance", None, float("nan"), "more than 1.5"),
+        ("latent_kv", "losses", 9, 2.041, "2.050%, more than twice the control: 2.000%"),
+        ("head_tail", "losses", 9, float("nan"), "more than twice the control"),
+    ],
+)
+def test_bars_can_be_missed(strategy, key, step, value, said):
+    import parity
+
+    found = held()
+    assert parity.missed(found) == []
+    if step is None:
+        found["sides"][strategy][key] = value
+    else:
+        found["sides"][strategy][key][step] = value
+    (problem,) = parity.missed(found)
+    assert problem.startswith(strategy) and said in problem
+
+
+def test_a_control_that_is_equal_leaves_the_floor():
+    import parity
+
+    found = held() | {"control": [[7.0] * 9 + [2.0]], "floor": 0.006}
+    assert [problem.split(":")[0] for problem in parity.missed(found)] == ["latent_kv", "latent_qkv"]
+
+
+def test_only_packed_has_to_be_bitwise():
+    import parity
+
+    found = held()
+    found["sides"]["gather_kv"]["losses"][0] = 7.001
+    assert parity.missed(found) == []
