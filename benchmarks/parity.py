@@ -142,7 +142,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     model, group = new(), SequenceGroup.of(dist.group.WORLD)
     materialise(model, dist.group.WORLD)
     # A handle of nothing: for its sum alone.
-    handle = Handle(model, group, 0, 1, "materialised", "", lambda paused: paused, lambda: None)
+    handle = Handle(model, group, 0, 1, "materialised", lambda paused: paused, lambda: None)
     found["materialised"] = train(model, shared_loss(group), handle.sum_gradients, args.steps)
     for name, way in STRATEGIES.items():
         model = new()

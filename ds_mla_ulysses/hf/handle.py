@@ -38,10 +38,11 @@ class Handle:
         data_rank: int,
         data_size: int,
         strategy: str,
-        why: str,
-        head_chunks: int,
         pause: Callable[[bool], bool],
         undo: Callable[[], None],
+        *,
+        why: str = "asked for",
+        head_chunks: int = 1,
     ) -> None:
         self.model, self.group, self.strategy, self.why = model, group, strategy, why
         self.head_chunks = head_chunks

@@ -150,8 +150,8 @@ def parallelize(
     for layer in found.layers:
         check_layer(layer, strategy, sequence_group.size, head_chunks)
     patch = _Patch(model, found, sequence_group, kernels, strategy, head_chunks, by_batch)
-    numbers = (data_rank, data_size, strategy, why, head_chunks)
-    handle = Handle(model, sequence_group, *numbers, patch.pause, patch.undo)
+    way = {"why": why, "head_chunks": head_chunks}
+    handle = Handle(model, sequence_group, data_rank, data_size, strategy, patch.pause, patch.undo, **way)
     patch.attach(handle)
     return handle
 

@@ -166,7 +166,7 @@ def stock_step(family, batch, settings):
     logits = materialised_step(model, shard, dist.group.WORLD)
     loss = sequence_loss(logits, shard["shift_labels"], group)
     loss.backward()
-    Handle(model, group, 0, 1, "stock", "", 1, None, None).sum_gradients()
+    Handle(model, group, 0, 1, "stock", None, None).sum_gradients()
     return loss.item(), gradients(model), logits.detach()
 
 

@@ -54,7 +54,7 @@ def test_head_chunks():
     status, found = run("head_chunks.py", *words, "--memory-tokens", "8192")
     rows = {(row["strategy"], row["chunks"]): row for row in found["rows"]}
     assert status == 0 and ("packed", 4) not in rows  # two heads on each of eight ranks
-    assert rows["gather_kv", 4]["of_one"] < 0.4 < rows["gather_kv", 2]["of_one"] < 1
+    assert rows["gather_kv", 4]["of_one"] < 0.5 < rows["gather_kv", 2]["of_one"] < 1
     assert all(row["ms"] > 0 for row in rows.values())
 
 
