@@ -11,7 +11,7 @@ from typing import Any
 from .comm.group import SPLITS
 from .doctor import examine
 from .layout.widths import HeadWidths, MLAWidths
-from .planner.cost import STRATEGIES, Estimate, Machine, Work, choose, estimate, estimates, sent_elements
+from .planner.cost import STRATEGIES, Estimate, Machine, Work, choose, estimate, estimates, head_tail, sent_elements
 from .planner.models import PRESETS, find_widths
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -26,12 +26,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add = plan.add_argument
     add("--model", required=True, help=f"{', '.join(PRESETS)}, a config.json, or a folder with one")
-    add("--sp", type=_positive_int, required=True, metavar="RANKS", help="ranks that share a sequence")
-    add("--tokens", type=_positive_int, required=True, help="of all sequences of a micro-batch together")
-    add("--sequence", type=_positive_int, help="tokens of one sequence (default: all are one)")
+    add("--sp", type=whole_number, required=True, metavar="RANKS", help="ranks that share a sequence")
+    add("--tokens", type=whole_number, required=True, help="of all sequences of a micro-batch together")
+    add("--sequence", type=whole_number, help="tokens of one sequence (default: all are one)")
     add("--dtype", choices=_BYTES, default="bf16")
-    add("--link-gbps", type=_positive, default=Machine.link_gbps, help="Gbit/s that a rank sends (default %(default)g)")
-    add("--tflops", type=_positive, default=Machine.tflops, help="of a rank, in products (default %(default)g)")
+    add("--link-gbps", type=number, default=Machine.link_gbps, help="Gbit/s that a rank sends (default %(default)g)")
+    add("--tflops", type=number, default=Machine.tflops, help="of a rank, in products (default %(default)g)")
     add("--split", choices=SPLITS, default="contiguous", help="which tokens a rank holds, with gather_kv")
     add("--json", action="store_true", help="one object in the place of the table")
     add(
@@ -45,19 +45,19 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(any(finding.state == "missing" for finding in findings))
     try:
         print(_plan(args))
-    except ValueError as error:
-        parser.error(str(error))
+    except (ValueError, OSError) as error:
+        plan.error(str(error))
 
 
-def _positive(text: str) -> float:
+def number(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be positive, got {text}")
     return value
 
 
-def _positive_int(text: str) -> int:
-    return int(_positive(str(int(text))))
+def whole_number(text: str) -> int:
+    return int(number(str(int(text))))
 
 
 def _plan(args: argparse.Namespace) -> str:
@@ -65,13 +65,20 @@ def _plan(args: argparse.Namespace) -> str:
     widths = find_widths(args.model)
     if args.tokens % args.sp:
         raise ValueError(f"--tokens {args.tokens} must be a multiple of --sp {args.sp}: shard_batch pads to one.")
+    work = Work(widths, args.sp, args.tokens, args.sequence, _BYTES[args.dtype], args.split)
+    machine = Machine(args.link_gbps, args.tflops)
+    found = estimates(work, machine)
+    best, why = choose(found)
+    why += head_tail(work, machine, best)
     if args.plot:
         _plot(args.plot, args.model, widths, args.sp)
-    work = Work(widths, args.sp, args.tokens, args.sequence, _BYTES[args.dtype], args.split)
-    found = estimates(work, Machine(args.link_gbps, args.tflops))
-    best, why = choose(found)
     if args.json:
-        rows = [dataclasses.asdict(e) | {"ms": e.ms} for e in found]
+        rows = [
+            dataclasses.asdict(e) | {"ms": e.ms}
+            if e.refused is None
+            else {"strategy": e.strategy, "refused": e.refused}
+            for e in found
+        ]
         return json.dumps({"rows": rows, "auto": best.strategy, "why": why, "widths": dataclasses.asdict(widths)})
     lines = [
         f"{args.model}: one layer, forward and backward, {args.tokens} tokens on {args.sp} ranks, {args.dtype}, "
@@ -80,6 +87,12 @@ def _plan(args: argparse.Namespace) -> str:
         *_table([_row(e) for e in found]),
         "",
         f"auto: {why}",
+        *([f"drawn: {args.plot}"] if args.plot else []),
+        *(
+            []
+            if args.model.lower() in PRESETS
+            else ["Only widths are looked at: whether the model is supported, parallelize says."]
+        ),
     ]
     return "\n".join(lines)
 
@@ -120,9 +133,9 @@ def _row(e: Estimate) -> dict[str, Any]:
         "extra TFLOP": f"{e.extra_tflop:.3g}",
         "imbalance": f"{e.imbalance:.3g}",
         "K and V, GB": f"{e.kv_bytes / 1e9:.3g}",
-        "ms sending": f"{e.send_ms:.3g}",
-        "ms computing": f"{e.compute_ms:.3g}",
-        "ms": f"{e.ms:.3g}",
+        "ms sending": f"{e.send_ms:,.4g}",
+        "ms computing": f"{e.compute_ms:,.4g}",
+        "ms": f"{e.ms:,.4g}",
     }
 
 

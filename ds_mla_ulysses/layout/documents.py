@@ -148,9 +148,10 @@ def gather_documents(
     """
     B, T = shape
     noted = marked_split(position_ids)
-    problem = problem or _problem(position_ids, attention_mask, B, T) or uneven(group, T)
+    problem = problem or _problem(position_ids, attention_mask, B, T)
     if problem is None and noted not in (None, group.split) and group.size > 1:
         problem = _is_of(noted, group)
+    problem = problem or uneven(group, T)
     alike = {"position_ids were given": position_ids is None, "an attention_mask was given": attention_mask is None} | (
         dict(alike) if alike else {}
     )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.group import SequenceGroup
-from .cost import STRATEGIES, Estimate, Machine, Work, choose, estimate
+from .cost import STRATEGIES, Estimate, Machine, Work, choose, estimate, head_tail
 
 #: Bytes that a rank sends in the measurement, and the edge of its square products.
 _BYTES, _EDGE = 2**23, 1024
@@ -66,8 +66,10 @@ def decide(
     found = [Estimate(s, refused[s]) if s in refused else estimate(work, s, machine) for s in STRATEGIES]
     best, why = choose(found)
     how = ["measured" if x is None else "given" for x in (auto.link_gbps, auto.tflops)]
+    length = "assumed: say Auto(tokens=...)" if auto.tokens is None else "given"
+    why += "" if "gather_kv" in refused else head_tail(work, machine, best)
     return best.strategy, (
-        f"{why}; {work.tokens} tokens on {group.size} ranks, {machine.link_gbps:.3g} Gbit/s ({how[0]}), "
+        f"{why}; {work.tokens:,} tokens ({length}) on {group.size} ranks, {machine.link_gbps:.3g} Gbit/s ({how[0]}), "
         f"{machine.tflops:.3g} TFLOP/s ({how[1]})"
     )
 

@@ -21,7 +21,7 @@ Letters: H heads · G key/value heads · N, R, K = N+R, V, P = N+V widths of a h
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..layout.heads import HeadPartition
 from ..layout.widths import HeadWidths, MLAWidths
@@ -66,6 +66,10 @@ class Work:
     element_bytes: int = 2
     split: str = "contiguous"
     keys_per_query: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sequence is not None and self.sequence > self.tokens > 0:
+            raise ValueError(f"a sequence of {self.sequence} tokens is longer than all {self.tokens} of them.")
 
 
 @dataclass(frozen=True)
@@ -190,11 +194,19 @@ def choose(found: Iterable[Estimate]) -> tuple[Estimate, str]:
     if best.sent_bytes == others[0].sent_bytes == 0:
         return best, f"{best.strategy}: nothing is sent"
     against = ", ".join(f"{e.strategy} {_ms(e)}" for e in others)
-    return best, f"{best.strategy} takes {_ms(best)} a layer ({against})"
+    return best, f"{best.strategy}, {_ms(best)} a layer against {against}"
+
+
+def head_tail(work: Work, machine: Machine, best: Estimate) -> str:
+    """That "gather_kv" would be faster than the best if ranks held head and tail of the sequence; empty if not."""
+    if work.split == "head_tail" or work.ranks == 1:
+        return ""
+    other = estimate(replace(work, split="head_tail"), "gather_kv", machine)
+    return f"; gather_kv with split='head_tail' would take {_ms(other)}" if other.ms < best.ms else ""
 
 
 def _ms(e: Estimate) -> str:
-    return f"{e.ms:.3g} ms = {e.send_ms:.3g} sending + {e.compute_ms:.3g}"
+    return f"{e.ms:,.4g} ms ({e.send_ms:,.3g} sending)"
 
 
 def _attention_flop(work: Work) -> float:

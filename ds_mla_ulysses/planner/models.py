@@ -28,7 +28,10 @@ def find_widths(model: str) -> MLAWidths | HeadWidths:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{model!r} is neither one of {', '.join(PRESETS)} nor a config.json or a folder with one.")
+        raise ValueError(
+            f"{model!r} is neither one of {', '.join(PRESETS)} nor a config.json or a folder with one (names of a hub are not "
+            "fetched)."
+        )
     try:
         config = json.loads(path.read_text())
     except ValueError as error:

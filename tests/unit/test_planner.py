@@ -174,12 +174,12 @@ def test_widths_of_configs(tmp_path):
 def test_command(capsys):
     main(["plan", "--model", "deepseek-v3", "--sp", "8", "--tokens", "131072"])
     said = capsys.readouterr().out
-    assert "auto: latent_qkv takes" in said and "10.7" in said
+    assert "auto: latent_qkv, " in said and "10.7" in said and "gather_kv with split='head_tail' would take" in said
     main(["plan", "--model", "deepseek-v2-lite", "--sp", "2", "--tokens", "4096", "--link-gbps", "1", "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["auto"] == "gather_kv" and answer["rows"][0]["strategy"] == "packed"
     assert answer["rows"][0]["sent_bytes"] == 38273024  # as benchmarks/attention_layer.py counts
-    assert answer["rows"][2]["refused"] == "no query latent"
+    assert answer["rows"][2] == {"strategy": "latent_qkv", "refused": "no query latent"}
 
 
 def test_plot(tmp_path, capsys):
@@ -211,6 +211,9 @@ def test_doctor(capsys, monkeypatch):
         (["--model", "deepseek-v3", "--sp", "3", "--tokens", "64"], "must be a multiple of --sp 3"),
         (["--model", "deepseek-v3", "--sp", "0", "--tokens", "64"], "must be positive"),
         (["--model", "deepseek-v3", "--sp", "2", "--tokens", "64", "--link-gbps", "-1"], "must be positive"),
+        (["--model", "deepseek-v3", "--sp", "2", "--tokens", "64", "--sequence", "65"], "longer than all 64"),
+        (["--model", "deepseek-v3", "--sp", "2", "--tokens", "64", "--plot", "/none/x.png"], "No such file"),
+        (["--model", "deepseek-v3", "--sp", "2", "--tokens", "131k"], "invalid whole_number value"),
     ],
 )
 def test_command_refuses(words, message, capsys):
