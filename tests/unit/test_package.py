@@ -53,6 +53,8 @@ def test_dependencies_run_one_way(path):
         return
     layer = LAYERS.index(parts[0])
     for target, inside in imports(path):
+        if inside and target == "version":  # plain numbers, for everybody
+            continue
         if inside:
             assert LAYERS.index(target.split(".")[0]) <= layer, f"{path} imports {target}"
         elif target.split(".")[0] == "transformers":
