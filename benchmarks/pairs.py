@@ -29,6 +29,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # before anything imports DeepSpeed, which else says that there is no GPU
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARMUP = 3
 #: Kinds of operators, by parts of their names.
@@ -96,7 +98,6 @@ def start(compare: Callable[[argparse.Namespace], Comparison], arguments: argpar
 
 def on_ranks(function: Callable[[argparse.Namespace], Any], arguments: argparse.Namespace) -> Any:
     """What a function of each rank, JSON, is on rank 0. Other ranks that were started from outside end here."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_spawned, args=(function, arguments, Path(folder)), nprocs=arguments.ranks)
