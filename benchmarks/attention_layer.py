@@ -70,9 +70,8 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
 
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.comm.group import SequenceGroup
-    from ds_mla_ulysses.hf.latents import gather_latents
     from ds_mla_ulysses.hf.rows import WithHeads
-    from ds_mla_ulysses.layout.exchange import HeadsToTokens
+    from ds_mla_ulysses.layout.exchange import HeadsToTokens, gather_rows
     from ds_mla_ulysses.layout.widths import MLAWidths
     from ds_mla_ulysses.planner.auto import Auto, decide
     from ds_mla_ulysses.planner.cost import Work
@@ -125,7 +124,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     own = ours.query_heads(H)
 
     def latent_qkv() -> Tensor:
-        q_BSQ, kv_BSD = gather_latents(query, torch.cat([latent, shared], -1), group)
+        q_BSQ, kv_BSD = gather_rows([query, torch.cat([latent, shared], -1)], group, True)
         k, v = ours.latents.expand(*kv_BSD.split([L, R], -1), 0, own, expand)
         out_SBMV = core(q_of(q_BSQ, own), k, v).transpose(0, 1)
         return HeadsToTokens.apply(out_SBMV, H, group, True).transpose(0, 1)

@@ -52,12 +52,21 @@ class SequenceAttention(DistributedAttention):
             found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
             raise ValueError(f"all tensors travel in one dtype, got {found}: cast them before the call.")
 
+    def attend_locally(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The local attention, whose output has to have the rows and heads of q."""
+        out = self.local_attn(q, k, v, *args, **kwargs)
+        if out.ndim != 4 or out.shape[:3] != q.shape[:3]:
+            raise ValueError(
+                f"local_attention must return the rows and heads of its q, {(*q.shape[:3], v.shape[3])}; got "
+                f"{tuple(out.shape)}."
+            )
+        return out
+
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: int, batch_dim_idx: int, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
         """Local attention of the own heads, in the layout of the call, and its output's way back: contiguous."""
-        out = self.local_attn(q, k, v, *args, **kwargs)
-        check_output(out, q, v)
+        out = self.attend_locally(q, k, v, *args, **kwargs)
         if self.group.size == 1:
             return out.contiguous()
         out_SBMV = by_token(out, batch_dim_idx)
@@ -78,13 +87,4 @@ def check_grouped(q: Tensor, k: Tensor, v: Tensor, batch_dim_idx: int) -> None:
         raise ValueError(
             f"q must be {rows}, H, K], k {rows}, G, K] and v {rows}, G, V]; got q {tuple(q.shape)}, "
             f"k {tuple(k.shape)}, v {tuple(v.shape)}."
-        )
-
-
-def check_output(out: Tensor, q: Tensor, v: Tensor) -> None:
-    """Refuses a local attention's output that has not the rows and heads of its q."""
-    if out.ndim != 4 or out.shape[:3] != q.shape[:3]:
-        raise ValueError(
-            f"local_attention must return the rows and heads of its q, {(*q.shape[:3], v.shape[3])}; got "
-            f"{tuple(out.shape)}."
         )

@@ -23,7 +23,8 @@ from ..layout.heads import HeadPartition
 class HeadChunks:
     """The own heads of every rank in `count` consecutive parts, as even as possible; the first have one head more.
 
-    The c-th parts of all ranks are shared among them as `HeadPartition` shares so many heads.
+    The c-th parts of all ranks are shared among them as `HeadPartition` shares so many heads. Of all heads in order, split
+    into `sizes`, part c of rank p is the one with number p * count + c.
 
     Raises:
         ValueError: fewer own heads than parts.
@@ -46,13 +47,10 @@ class HeadChunks:
         first, own = all_heads.start(rank), HeadPartition(all_heads.count(rank), self.count)
         return [slice(first + own.start(c), first + own.stop(c)) for c in range(self.count)]
 
-    def of_all(self, chunk: int) -> list[int]:
-        """The heads of the part of every rank, one rank after the other."""
-        return [head for rank in range(self.ranks) for head in _range(self.of_rank(rank)[chunk])]
-
-
-def _range(heads: slice) -> range:
-    return range(heads.start, heads.stop)
+    @property
+    def sizes(self) -> list[int]:
+        """Heads of each part of each rank, rank after rank."""
+        return [part.stop - part.start for rank in range(self.ranks) for part in self.of_rank(rank)]
 
 
 class ForChunks(torch.autograd.Function):

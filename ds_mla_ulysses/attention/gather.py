@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..comm.group import SPLITS
-from ..layout.exchange import GatherTokens
+from ..layout.exchange import GatherTokens, gather_rows
 from ..layout.split import own_runs
-from .base import SequenceAttention, by_token, check_grouped, check_output
+from .base import SequenceAttention, by_token, check_grouped
 from .chunks import HeadChunks
 from .latents import Expand, Latents
 
@@ -75,9 +75,7 @@ class GatherKVAttention(SequenceAttention):
         runs = own_runs(self.group, q.shape[dim])
         parts = []
         for run, q_run in zip(runs, q.split([run.stop - run.start for run in runs], dim), strict=True):
-            out = self.local_attn(q_run, k, v, *args, first_query=run.start, **kwargs)
-            check_output(out, q_run, v)
-            parts.append(out)
+            parts.append(self.attend_locally(q_run, k, v, *args, first_query=run.start, **kwargs))
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -127,7 +125,7 @@ class GatherKVMLAAttention(GatherKVAttention):
         self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=latent, k_shared=k_shared)
         self.latents.check(q, latent, k_shared, batch_dim_idx)
         if self.group.size > 1:
-            latent, k_shared = self.latents.gather(latent, k_shared, batch_dim_idx, self.group)
+            latent, k_shared = gather_rows([latent, k_shared], self.group, batch_dim_idx == 0)
         heads = HeadChunks(q.shape[2], 1, self.head_chunks).of_rank(0)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import accumulation_dtype
-from ..comm.group import SequenceGroup
-from ..layout.exchange import GatherTokens, join_shared_key, start_gather_tokens
+from ..layout.exchange import join_shared_key
 from .base import by_token
 from .chunks import ForChunks, recomputed
 
@@ -49,31 +48,6 @@ class Latents:
         wanted, rows = (*q.shape[:2], self.rope_dim), "[B, T" if batch_dim_idx == 0 else "[T, B"
         if k_shared.shape != wanted:
             raise ValueError(f"k_shared must be {rows}, {self.rope_dim}], {wanted}; got {tuple(k_shared.shape)}.")
-
-    def start_gather(self, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, group: SequenceGroup) -> Tensor:
-        """Starts one all-gather of both: *pending*, for `gather`."""
-        return start_gather_tokens(self._blocks(latent, k_shared, batch_dim_idx), group)
-
-    def gather(
-        self,
-        latent: Tensor,
-        k_shared: Tensor,
-        batch_dim_idx: int,
-        group: SequenceGroup,
-        pending: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Latent and shared key of all tokens, in the layout of the call.
-
-        Backward: what the ranks say of one token is summed in fp32 (or wider) and rounded once.
-        """
-        blocks = self._blocks(latent, k_shared, batch_dim_idx)
-        blocks_SB1D = GatherTokens.apply(group, batch_dim_idx == 0, pending, *blocks)
-        latent, k_shared = (by_token(x_SB1D.squeeze(2), batch_dim_idx) for x_SB1D in blocks_SB1D)
-        return latent, k_shared
-
-    @staticmethod
-    def _blocks(latent: Tensor, k_shared: Tensor, batch_dim_idx: int) -> list[Tensor]:
-        return [by_token(x, batch_dim_idx).unsqueeze(2) for x in (latent, k_shared)]
 
     def expand(
         self, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, heads: slice, expand: Expand

@@ -17,19 +17,19 @@ from torch import Tensor
 from ..comm.collectives import gather_start, sum_over_ranks
 from ..comm.group import SequenceGroup
 from ..layout.exchange import (
-    GatherTokens,
     HeadsToTokens,
     TokensToHeads,
+    gather_rows,
     heads_to_tokens,
     join_shared_key,
     own_heads,
     return_shared_key_grad,
-    start_gather_tokens,
+    start_gather_rows,
     start_tokens_to_heads,
     tokens_to_heads,
 )
 from ..layout.heads import HeadPartition
-from .base import SequenceAttention, by_token, check_output
+from .base import SequenceAttention, by_token
 from .chunks import ForChunks, HeadChunks, recomputed
 from .latents import Expand, Latents
 
@@ -174,16 +174,16 @@ class UlyssesMLAAttention(SequenceAttention):
         self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, expand: Expand
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the own heads, in the layout of the call."""
-        H, group, latents = q.shape[2], self.group, self.latents
+        H, group, batch_first = q.shape[2], self.group, batch_dim_idx == 0
         if group.size > 1:
             q_TBHK = by_token(q, batch_dim_idx)
             # The latents leave first, and are expanded while the queries travel.
-            pending = latents.start_gather(latent, k_shared, batch_dim_idx, group)
+            pending = start_gather_rows([latent, k_shared], group, batch_first)
             pending_q = start_tokens_to_heads([q_TBHK], H, group)
-            latent, k_shared = latents.gather(latent, k_shared, batch_dim_idx, group, pending)
-        k, v = latents.expand(latent, k_shared, batch_dim_idx, self.query_heads(H), expand)
+            latent, k_shared = gather_rows([latent, k_shared], group, batch_first, pending)
+        k, v = self.latents.expand(latent, k_shared, batch_dim_idx, self.query_heads(H), expand)
         if group.size > 1:
-            (q_SBMK,) = TokensToHeads.apply(H, group, batch_dim_idx == 0, pending_q, q_TBHK)
+            (q_SBMK,) = TokensToHeads.apply(H, group, batch_first, pending_q, q_TBHK)
             q = by_token(q_SBMK, batch_dim_idx)
         return q, k, v
 
@@ -199,52 +199,47 @@ class UlyssesMLAAttention(SequenceAttention):
         pending_key: PendingKey | None = None,
     ) -> Tensor:
         """Part after part of the own heads: exchange, expansion, attention and the output's way back."""
-        H, group, batch_first, latents = q.shape[2], self.group, batch_dim_idx == 0, self.latents
-        chunks = HeadChunks(H, group.size, self.head_chunks)
-        counts = [len(chunks.of_all(c)) for c in range(chunks.count)]
-        order = [head for c in range(chunks.count) for head in chunks.of_all(c)]
-        # Put in order once, and split: each part taken by itself would have a gradient of all heads.
-        travelling = [by_token(x, batch_dim_idx)[:, :, order].split(counts, 2) for x in ((q,) if expand else (q, kv))]
+        group, batch_first = self.group, batch_dim_idx == 0
+        chunks = HeadChunks(q.shape[2], group.size, self.head_chunks)
+        n, sizes, alone = chunks.count, chunks.sizes, group.size == 1
+        # Split, not sliced: each slice's backward would write a gradient of all heads.
+        travelling = [by_token(x, batch_dim_idx).split(sizes, 2) for x in ((q,) if expand else (q, kv))]
 
         def start(chunk: int) -> tuple[list[Tensor], Tensor | None]:
             """This part of every rank's heads, and its exchange under way."""
-            blocks_TBHD = [parts[chunk] for parts in travelling]
-            return blocks_TBHD, start_tokens_to_heads(blocks_TBHD, counts[chunk], group) if group.size > 1 else None
+            blocks_TBHD = [torch.cat(parts[chunk::n], 2) for parts in travelling]
+            return blocks_TBHD, None if alone else start_tokens_to_heads(blocks_TBHD, sum(sizes[chunk::n]), group)
 
-        if group.size > 1:
-            gathered = [kv, k_shared] if expand else [k_shared]
-            blocks_TB1D = [by_token(x, batch_dim_idx).unsqueeze(2) for x in gathered]
+        gathered = [kv, k_shared] if expand else [k_shared]
+        if not alone:
             # The key alone may be on its way already.
-            pending = start_gather_tokens(blocks_TB1D, group) if pending_key is None else pending_key.gathered_SBR
-            under_way = start(0)
-            blocks_SB1D = GatherTokens.apply(group, batch_first, pending, *blocks_TB1D)
-            gathered = [by_token(x.squeeze(2), batch_dim_idx) for x in blocks_SB1D]
-            kv, k_shared = gathered if expand else (kv, *gathered)
-        else:
-            under_way = start(0)
-        latents_of = ForChunks.apply(chunks.count, kv) if expand else [None] * chunks.count
-        of_chunks = zip(chunks.of_rank(group.rank), latents_of, ForChunks.apply(chunks.count, k_shared), strict=True)
+            pending = (
+                start_gather_rows(gathered, group, batch_first) if pending_key is None else pending_key.gathered_SBR
+            )
+        under_way = start(0)
+        if not alone:
+            gathered = gather_rows(gathered, group, batch_first, pending)
+        # Of each part: what keys and values are made of (with latents; else it arrives with the queries) and the key.
+        shared_by_chunks = zip(*(ForChunks.apply(n, x) for x in gathered), strict=True)
         outs = []
-        for c, (heads, latent, key) in enumerate(of_chunks):
+        for c, (heads, shared) in enumerate(zip(chunks.of_rank(group.rank), shared_by_chunks, strict=True)):
             own, arriving = under_way
-            if c + 1 < chunks.count:
+            if c + 1 < n:
                 under_way = start(c + 1)
-            if group.size > 1:
-                own = TokensToHeads.apply(counts[c], group, batch_first, arriving, *own)
-            own_q, *own_kv = (by_token(x, batch_dim_idx) for x in own)
+            if not alone:
+                own = TokensToHeads.apply(sum(sizes[c::n]), group, batch_first, arriving, *own)
 
             def attend(q: Tensor, latent_or_kv: Tensor, key: Tensor, heads: slice = heads) -> Tensor:
-                made = expand if expand else lambda kv, _: kv
-                k, v = latents.expand(latent_or_kv, key, batch_dim_idx, heads, made)
-                out = self.local_attn(q, k, v, *args, **kwargs)
-                check_output(out, q, v)
-                return out
+                made = expand or (lambda kv, _: kv)
+                k, v = self.latents.expand(latent_or_kv, key, batch_dim_idx, heads, made)
+                return self.attend_locally(q, k, v, *args, **kwargs)
 
-            out = by_token(recomputed(attend, own_q, latent if expand else own_kv[0], key), batch_dim_idx)
-            outs.append(HeadsToTokens.apply(out, counts[c], group, batch_first) if group.size > 1 else out)
-        return by_token(
-            torch.cat(outs, dim=2)[:, :, [order.index(head) for head in range(H)]], batch_dim_idx
-        ).contiguous()
+            out = recomputed(attend, *(by_token(x, batch_dim_idx) for x in own), *shared)
+            out_SBMV = by_token(out, batch_dim_idx)
+            out_TBHV = out_SBMV if alone else HeadsToTokens.apply(out_SBMV, sum(sizes[c::n]), group, batch_first)
+            outs.append(out_TBHV.split(sizes[c::n], 2))
+        in_order = [part for of_rank in zip(*outs, strict=True) for part in of_rank]
+        return by_token(torch.cat(in_order, 2), batch_dim_idx).contiguous()
 
     def _check(self, q: Tensor, kv: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
         self._check_call(batch_dim_idx, rotary, q=q, kv=kv, k_shared=k_shared)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..comm.collectives import gather_now
 from ..comm.group import SequenceGroup
 from ..layout.documents import Documents
-from ..layout.exchange import GatherTokens, HeadsToTokens
+from ..layout.exchange import HeadsToTokens, gather_rows
 from ..layout.widths import MLAWidths
 from .calls import by_name
 from .kernel import as_autocast
@@ -45,7 +45,7 @@ def on_latents(module: nn.Module, group: SequenceGroup, heads: slice) -> Callabl
     The submodules' places are taken while it runs only, and nothing of a call is kept.
 
     Args:
-        heads: the own ones, for which its `q_b_proj(x, heads)` is asked.
+        heads: the own ones, for which its `q_b_proj(x, heads=...)` is asked.
     """
     original, signature = module.forward, inspect.signature(module.forward)
     widths = MLAWidths.of(module)
@@ -66,7 +66,7 @@ def on_latents(module: nn.Module, group: SequenceGroup, heads: slice) -> Callabl
         q_BTQ = real["q_a_layernorm"](real["q_a_proj"](x_BTD))
         latent_BTL, k_rot_BTR = real["kv_a_proj_with_mqa"](x_BTD).split([widths.latent, widths.rope], dim=-1)
         kv_BTD = torch.cat([real["kv_a_layernorm"](latent_BTL), k_rot_BTR], dim=-1)
-        q_BSQ, kv_BSD = gather_latents(*as_autocast(q_BTQ, kv_BTD), group)
+        q_BSQ, kv_BSD = gather_rows(as_autocast(q_BTQ, kv_BTD), group, True)
 
         def to_tokens(out_BSW: Tensor) -> Tensor:
             out_SBMV = out_BSW.unflatten(-1, (-1, widths.value)).transpose(0, 1)
@@ -105,13 +105,6 @@ class _Place:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def gather_latents(q_BTQ: Tensor, kv_BTD: Tensor, group: SequenceGroup) -> tuple[Tensor, Tensor]:
-    """Query latents, and latents side by side with rope keys (D = L+R), of all tokens: one all-gather."""
-    blocks_TB1D = [x.transpose(0, 1).unsqueeze(2) for x in (q_BTQ, kv_BTD)]
-    q_BSQ, kv_BSD = (x.squeeze(2).transpose(0, 1) for x in GatherTokens.apply(group, True, None, *blocks_TB1D))
-    return q_BSQ, kv_BSD
 
 
 def _of_all_tokens(x: Any, documents: Documents, group: SequenceGroup) -> Any:

@@ -366,7 +366,7 @@ def _problem_of_inputs(text_model: nn.Module, ids: Any, embeds: Any) -> str | No
             return f"{name} must be this rank's [B, T{', D' if wanted == 3 else ''}] tokens, got {found}."
     table = text_model.get_input_embeddings()
     if ids is not None and isinstance(table, nn.Embedding):
-        lowest, highest = (int(x) for x in ids.aminmax())
+        lowest, highest = torch.stack(ids.aminmax()).tolist()  # the host waits once
         if lowest < 0 or highest >= table.num_embeddings:
             wrong = lowest if lowest < 0 else highest
             return f"input_ids has {wrong}, which is none of the {table.num_embeddings} tokens of the vocabulary."

@@ -36,7 +36,7 @@ def project(module: nn.Module, name: str, x: Tensor, heads: slice) -> Tensor:
         RuntimeError: it has been replaced since, by an adapter.
     """
     projection = module._modules[name]
-    if not isinstance(vars(projection).get("forward"), WithHeads):
+    if type(projection) is not nn.Linear:
         raise RuntimeError(
             f"{type(module).__name__}.{name} was replaced after parallelize, which takes rows of its weight: put adapters "
             "on the model before it is parallelized, with strategy='packed' or 'gather_kv'."

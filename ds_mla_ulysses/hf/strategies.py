@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..attention.base import check_output
 from ..attention.chunks import HeadChunks
 from ..attention.gather import GatherKVAttention, GatherKVMLAAttention
 from ..attention.latents import Expand
@@ -153,8 +153,7 @@ def strategy_of(
     if not is_mla(layer):
         return _of_heads(kernel, group, strategy)
     widths = MLAWidths.of(layer)
-    dims = {"nope_dim": widths.nope, "rope_dim": widths.rope, "value_dim": widths.value}
-    dims["head_chunks"] = head_chunks
+    dims = {"nope_dim": widths.nope, "rope_dim": widths.rope, "value_dim": widths.value, "head_chunks": head_chunks}
     if strategy == "packed":
         return _packed(layer, UlyssesMLAAttention(kernel, group, **dims))
     projections = [getattr(layer, name) for name in _rows_taken(strategy, head_chunks)]
@@ -166,7 +165,7 @@ def strategy_of(
     if strategy == "gather_kv":
         attention = GatherKVMLAAttention(kernel, group, **dims)
         # Whole, as adapters want it, where all heads are wanted.
-        whole = lambda x, _: _heads(layer.kv_b_proj(x), widths.heads)  # noqa: E731
+        whole = partial(_all_heads, layer, widths.heads)
         return _of_latents(attention, expand if replaced else whole, replaced)
     attention = UlyssesMLAAttention(kernel, group, **dims)
     if strategy == "latent_kv":
@@ -175,12 +174,7 @@ def strategy_of(
     parts = HeadChunks(widths.heads, group.size, head_chunks).of_rank(group.rank)
 
     def attend(q_BSMK: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, settings: dict[str, Any]) -> Tensor:
-        def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = kernel(q, k, v, **settings)
-            check_output(out, q, v)
-            return out
-
-        made_of = latent_B1SL.squeeze(1), key_B1SR.squeeze(1)
+        made_of, local = (latent_B1SL.squeeze(1), key_B1SR.squeeze(1)), partial(attention.attend_locally, **settings)
         return attention.latents.attend_in_chunks(q_BSMK, *made_of, 0, parts, expand, local)
 
     return LayerStrategy(attend, [*replaced, (layer, "forward", on_latents(layer, group, own))])
@@ -188,6 +182,10 @@ def strategy_of(
 
 def _heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1))
+
+
+def _all_heads(layer: nn.Module, heads: int, latent_BSL: Tensor, _: slice) -> Tensor:
+    return _heads(layer.kv_b_proj(latent_BSL), heads)
 
 
 def _packed(layer: nn.Module, attention: UlyssesMLAAttention) -> LayerStrategy:

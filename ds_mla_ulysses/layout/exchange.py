@@ -145,6 +145,24 @@ def start_gather_tokens(blocks_TBGD: Sequence[Tensor], group: SequenceGroup) -> 
     return _start_gather_tokens([x.detach() for x in blocks_TBGD], group.size, group.name)
 
 
+def start_gather_rows(rows: Sequence[Tensor], group: SequenceGroup, batch_first: bool) -> Tensor:
+    """Starts gathering tensors without heads, [B, T, W] if batch_first, else [T, B, W]: *pending*, for `gather_rows`."""
+    return start_gather_tokens(_as_blocks(rows, batch_first), group)
+
+
+def gather_rows(
+    rows: Sequence[Tensor], group: SequenceGroup, batch_first: bool, pending: Tensor | None = None
+) -> list[Tensor]:
+    """Tensors without heads of all tokens, in the layout that they came in, by one all-gather. As `GatherTokens`."""
+    blocks_SB1W = GatherTokens.apply(group, batch_first, pending, *_as_blocks(rows, batch_first))
+    return [x.squeeze(2).transpose(0, 1) if batch_first else x.squeeze(2) for x in blocks_SB1W]
+
+
+def _as_blocks(rows: Sequence[Tensor], batch_first: bool) -> list[Tensor]:
+    """[T, B, 1, W] each."""
+    return [(x.transpose(0, 1) if batch_first else x).unsqueeze(2) for x in rows]
+
+
 def start_tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group: SequenceGroup) -> Tensor:
     """Starts the exchange of `tokens_to_heads`: *pending* [S, B, W], for `TokensToHeads`. What a rank keeps goes along."""
     blocks = [x.detach() for x in blocks_TBHD]

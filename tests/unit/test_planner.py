@@ -62,8 +62,7 @@ def step_of_mla(w, strategy, group, leaf):
     import torch
 
     import ds_mla_ulysses as dmu
-    from ds_mla_ulysses.hf.latents import gather_latents
-    from ds_mla_ulysses.layout.exchange import HeadsToTokens
+    from ds_mla_ulysses.layout.exchange import HeadsToTokens, gather_rows
 
     def local(q, k, v, first_query=0):
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + q.sum() + k.sum() + v.sum()
@@ -77,7 +76,7 @@ def step_of_mla(w, strategy, group, leaf):
         query = leaf(w.query_latent)
         attention = dmu.UlyssesMLAAttention(local, group, **dims)
         own = attention.query_heads(w.heads)
-        q_BSQ, kv_BSD = gather_latents(query, torch.cat([latent, shared], -1), group)
+        q_BSQ, kv_BSD = gather_rows([query, torch.cat([latent, shared], -1)], group, True)
         k, v = attention.latents.expand(*kv_BSD.split([w.latent, w.rope], -1), 0, own, expand)
         q = q_BSQ.sum(-1)[..., None, None].expand(-1, -1, own.stop - own.start, w.key)
         HeadsToTokens.apply(local(q, k, v).transpose(0, 1), w.heads, group, True).sum().backward()
