@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from common import SMALL, small_config
+
+MODELS = SMALL
 VOCABULARY = 512
 #: Ways to parallelize, by the names that the tables have for them.
 STRATEGIES = {
@@ -17,37 +23,6 @@ STRATEGIES = {
     "gather_kv": {"strategy": "gather_kv"},
     "head_tail": {"strategy": "gather_kv", "split": "head_tail"},
 }
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "initializer_range": 0.1,  # about hidden_size ** -0.5: at 0.02 attention is nearly uniform, and its errors hardly show
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-_OWN: dict[str, dict[str, Any]] = {
-    "llama": {"num_attention_heads": 8, "num_key_value_heads": 4},
-    # Widths of a head to each other as in DeepSeek-V3: 128, 64 and 128.
-    "deepseek_v3": {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "q_lora_rank": 96,
-        "kv_lora_rank": 48,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 64,
-    },
-}
-MODELS = tuple(_OWN)
 
 
 def build(model_type: str, dtype: torch.dtype, longest: int, **changes: Any) -> nn.Module:
@@ -57,10 +32,9 @@ def build(model_type: str, dtype: torch.dtype, longest: int, **changes: Any) -> 
         longest: tokens of a sequence.
         changes: to the config.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    settings = _COMMON | _OWN[model_type] | {"max_position_embeddings": max(4096, longest)} | changes
-    config = AutoConfig.for_model(model_type, **settings)
+    config = small_config(VOCABULARY, longest, model_type, **changes)
     config._experts_implementation = "eager"  # the one that runs in every dtype
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).train()

@@ -144,7 +144,7 @@ def parallelize(
     sequence_group = sequence_group.with_split(split)
     why = "asked for"
     if auto is not None:
-        strategy, why = decide_strategy(auto, model, found.layers, sequence_group, head_chunks)
+        strategy, why = decide_strategy(auto, model, kernels, sequence_group, head_chunks)
         if dist.get_rank() == 0:
             _logger.warning("strategy='auto' chose %s", why)
     for layer in found.layers:

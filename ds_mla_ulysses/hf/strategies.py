@@ -32,7 +32,9 @@ from ..planner.auto import Auto, decide
 from ..planner.cost import STRATEGIES, Work
 from ..planner.models import widths_of_config
 from .families import UnsupportedModelError, is_mla, names_of
+from .kernel import LocalKernel
 from .latents import on_latents
+from .moba import MoBAKernel
 from .rows import WithHeads, project
 
 #: Those that take the rows of projections that belong to the own heads.
@@ -77,9 +79,14 @@ def check_strategy(strategy: str | Auto, split: str) -> Auto | None:
 
 
 def decide_strategy(
-    auto: Auto, model: nn.Module, layers: Sequence[nn.Module], group: SequenceGroup, head_chunks: int
+    auto: Auto, model: nn.Module, kernels: Sequence[LocalKernel | MoBAKernel], group: SequenceGroup, head_chunks: int
 ) -> tuple[str, str]:
-    """The strategy of a model's layers and why, the same on all ranks; every rank of the job has to call it."""
+    """The strategy of a model's layers and why, the same on all ranks; every rank of the job has to call it.
+
+    Args:
+        kernels: the local attention of each layer.
+    """
+    layers = [kernel.module for kernel in kernels]
     refused: dict[str, str] = {}
     for strategy in STRATEGIES:
         try:
@@ -87,8 +94,12 @@ def decide_strategy(
                 check_layer(layer, strategy, group.size, head_chunks)
         except ValueError as error:
             refused[strategy] = str(error)
-    layer, any_parameter = layers[0], next(model.parameters())
-    work = Work(_widths_of(layer), group.size, 0, element_bytes=any_parameter.element_size(), split=group.split)
+    any_parameter = next(model.parameters())
+    blocks = [kernel.blocks for kernel in kernels if isinstance(kernel, MoBAKernel) and not kernel.is_full]
+    # Layers with full attention among them, which have the most to do, decide for all.
+    keys = max(block * topk for block, topk in blocks) if len(blocks) == len(kernels) else None
+    of_model = {"element_bytes": any_parameter.element_size(), "split": group.split, "keys_per_query": keys}
+    work = Work(_widths_of(layers[0]), group.size, 0, **of_model)
     return decide(auto, work, refused, group, any_parameter.dtype, any_parameter.device)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,14 +54,14 @@ def decide(
         ValueError: no strategy is possible.
     """
     if group.size == 1:
-        return "packed", "packed: a group of one sends nothing"
-    machine = Machine()
+        strategy = "packed" if group.split == "contiguous" else "gather_kv"
+        return strategy, f"{strategy}: a group of one sends nothing"
     link = auto.link_gbps if auto.link_gbps is not None else _measured_link(group, device)
     rate = auto.tflops if auto.tflops is not None else _measured_rate(dtype, device)
     # Groups may measure otherwise than each other: what the first rank of the job found holds for all.
     said = [(link, rate)]
     dist.broadcast_object_list(said, src=0)
-    machine = replace(machine, link_gbps=said[0][0], tflops=said[0][1])
+    machine = Machine(*said[0])
     work = replace(work, tokens=int(auto.tokens or 4096 * group.size), sequence=auto.sequence)
     found = [Estimate(s, refused[s]) if s in refused else estimate(work, s, machine) for s in STRATEGIES]
     best, why = choose(found)
@@ -91,7 +91,7 @@ def _measured_rate(dtype: torch.dtype, device: torch.device) -> float:
     return 2e-12 * _EDGE**3 / _shortest(lambda: a @ b, device)
 
 
-def _shortest(run, device: torch.device) -> float:
+def _shortest(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of some runs, behind one that is not counted."""
     found = []
     for _ in range(_REPEATS + 1):

@@ -77,7 +77,7 @@ class Estimate:
     """One layer, forward and backward, on the rank that has the most to do.
 
     Attributes:
-        refused: why the strategy is not possible; then all numbers are 0.
+        refused: why the strategy is not possible; then the numbers say nothing.
         collectives: calls.
         sent_bytes: to other ranks.
         extra_tflop: products beyond this rank's even share of what one process computes, in 10^12.
@@ -126,9 +126,10 @@ def sent_elements(widths: MLAWidths | HeadWidths, strategy: str, ranks: int, ran
         "latent_kv": (widths.key, widths.latent + widths.rope),
         "latent_qkv": (0, (widths.query_latent or 0) + widths.latent + widths.rope),
     }[strategy]
-    there, back = (foreign, own * others), (own * others, foreign)
-    forward = there[0] * by_heads + gathered * others + there[1] * widths.value
-    return forward, back[0] * by_heads + gathered * others + back[1] * widths.value
+    # What is for other ranks' heads goes out by heads; what is of the own heads goes to the tokens of all others.
+    to_heads, to_tokens, gathered = foreign, own * others, gathered * others
+    forward = to_heads * by_heads + to_tokens * widths.value + gathered
+    return forward, to_tokens * by_heads + to_heads * widths.value + gathered
 
 
 def estimate(work: Work, strategy: str, machine: Machine) -> Estimate:

@@ -61,3 +61,17 @@ def test_dependencies_run_one_way(path):
             assert parts[0] in ("hf", "integrations"), f"{path} imports transformers"
         elif target.split(".")[0] == "deepspeed":
             assert parts[0] == "integrations" or path.name == "base.py", f"{path} imports deepspeed"
+
+
+def test_versions_are_those_of_setup_and_of_the_constraints():
+    """The doctor has them as numbers of its own, since it also runs where nothing is installed."""
+    import re
+
+    from ds_mla_ulysses.doctor import NEEDED
+    from ds_mla_ulysses.version import TESTED_VERSIONS
+
+    setup = (PACKAGE.parent / "setup.py").read_text()
+    required = setup[setup.index("install_requires") : setup.index("entry_points")]
+    assert dict(re.findall(r'"([a-z]+)>=([0-9.]+)"', required)) == NEEDED
+    pinned = dict(re.findall(r"^([a-z]+)==(\S+)", (PACKAGE.parent / "constraints.txt").read_text(), re.MULTILINE))
+    assert {name: pinned[name] for name in TESTED_VERSIONS} == TESTED_VERSIONS

@@ -228,7 +228,12 @@ def chosen(model_kind, auto, split="contiguous"):
 
     import ds_mla_ulysses as dmu
 
-    model = tiny_model("llama" if model_kind == "llama" else "deepseek_v3")
+    if model_kind == "moba":
+        dmu.register_moba(dmu.MoBAConfig(4, 3), "moba_auto")
+    is_dense = model_kind in ("llama", "moba")
+    attends = "moba_auto" if model_kind == "moba" else "sdpa"
+    kv_heads = dict(kv_heads=1) if is_dense else {}
+    model = tiny_model("llama" if is_dense else "deepseek_v3", attn_implementation=attends, **kv_heads)
     if model_kind == "adapters":
         model = get_peft_model(model, LoraConfig(target_modules=["kv_b_proj"])).double()
     handle = dmu.parallelize(model, strategy=auto, split=split)
@@ -261,6 +266,16 @@ def test_auto_measures_what_is_not_given():
 
 def test_auto_alone():
     assert run_ranks(1, chosen, "mla", "auto")[0][:2] == ("packed", "packed: a group of one sends nothing")
+    assert run_ranks(1, chosen, "mla", "auto", "head_tail")[0][0] == "gather_kv"
+
+
+@pytest.mark.parametrize("model,best", [("llama", "packed"), ("moba", "gather_kv")])
+def test_auto_knows_what_moba_reads(model, best):
+    """With one key-value head gathering sends less; full attention over consecutive tokens would be uneven."""
+    from ds_mla_ulysses import Auto
+
+    answers = run_ranks(2, chosen, model, Auto(tokens=2**20, link_gbps=400, tflops=1.0))
+    assert [answer[0] for answer in answers] == [best] * 2
 
 
 def test_auto_takes_numbers():
