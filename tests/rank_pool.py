@@ -15,6 +15,7 @@ at different collectives. Before each function torch is seeded, and DeepSpeed's 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import multiprocessing as mp
@@ -141,7 +142,7 @@ class _Pool:
         context = mp.get_context("spawn")  # a fork would inherit torch's threads
         for rank in range(size):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(rank, size, f"{self.folder}/store", theirs))
+            worker = context.Process(target=_work, args=(rank, size, self.folder, theirs))
             worker.start()
             theirs.close()
             self.workers.append(worker)
@@ -174,7 +175,8 @@ class _Pool:
     def _died(self, rank: int) -> tuple:
         self.workers[rank].join(5)
         text = f"the process ended with exit code {self.workers[rank].exitcode}"
-        return ("raised", [], text, text)
+        last_words = Path(_stderr_of(self.folder, rank)).read_text(errors="replace")[-20_000:]
+        return ("raised", [], f"{text}\n{last_words}", text)
 
     def kill(self) -> None:
         if not self.alive:
@@ -190,7 +192,15 @@ class _Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _work(rank: int, size: int, store: str, pipe: connection.Connection) -> None:
+def _stderr_of(folder: str, rank: int) -> str:
+    return f"{folder}/stderr-{rank}"
+
+
+def _work(rank: int, size: int, folder: str, pipe: connection.Connection) -> None:
+    # In a file, so that a report can end with what a process said before it died.
+    stderr = os.open(_stderr_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stderr, 2)
+    faulthandler.enable()
     # All of it before torch and deepspeed are imported, which read it then.
     os.environ.update(
         DS_ACCELERATOR="cpu",
@@ -213,8 +223,9 @@ def _work(rank: int, size: int, store: str, pipe: connection.Connection) -> None
 
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*deprecated.*")
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # those of C++, which faulthandler cannot see
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     while True:
         try:
             work = pipe.recv_bytes()

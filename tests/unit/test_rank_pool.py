@@ -113,6 +113,18 @@ def test_a_rank_that_hangs_times_out_and_is_named():
     works_again()
 
 
+def abort_on(rank):
+    if int(os.environ["RANK"]) == rank:
+        os.write(2, b"last words")
+        os.abort()
+
+
+def test_what_a_rank_said_before_it_died_is_reported():
+    with pytest.raises(RankError, match=r"exit code -6\n(.|\n)*last words(.|\n)*in abort_on"):
+        run_ranks(2, abort_on, 1)
+    works_again()
+
+
 def test_a_rank_that_dies_is_named():
     with pytest.raises(RankError, match="rank 1 of 2: the process ended with exit code 3"):
         run_ranks(2, die_on, 1)
