@@ -38,6 +38,7 @@ def _script(words):
         stack.callback(ds_mla_ulysses.uninstall)
         for interface in (AttentionInterface, AttentionMaskInterface):  # or the script's names were taken from then on
             stack.enter_context(mock.patch.dict(interface._global_mapping))
+            interface._global_mapping.pop("moba", None)  # of tests that ran before
         stack.enter_context(mock.patch("torch.distributed.destroy_process_group"))  # the pool's, which lives on
         stack.enter_context(mock.patch.multiple(sys, argv=words, path=[str(Path(words[0]).parent), *sys.path]))
         stack.enter_context(contextlib.redirect_stdout(said))
