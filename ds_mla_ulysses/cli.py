@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
-from typing import Any
 
-from .comm.group import SPLITS
 from .doctor import examine
-from .layout.widths import HeadWidths, MLAWidths
-from .planner.cost import STRATEGIES, Estimate, Machine, Work, choose, estimate, estimates, head_tail, sent_elements
-from .planner.models import PRESETS, find_widths
 
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+try:
+    from . import plan as _plan
+except ImportError as error:  # the doctor says of what is missing what to do
+    _plan, _missing = None, (error.name or "torch").split(".")[0]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -22,138 +18,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="ds-mla-ulysses", description="Sequence parallelism for MLA and MoBA models.")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
-        "plan", help="what each strategy costs, and what strategy='auto' would choose", description=_plan.__doc__
+        "plan",
+        help="what each strategy costs, and what strategy='auto' would choose",
+        description="One attention layer, forward and backward, on the rank that has the most to do.",
     )
-    add = plan.add_argument
-    add("--model", required=True, help=f"{', '.join(PRESETS)}, a config.json, or a folder with one")
-    add("--sp", type=whole_number, required=True, metavar="RANKS", help="ranks that share a sequence")
-    add("--tokens", type=whole_number, required=True, help="of all sequences of a micro-batch together")
-    add("--sequence", type=whole_number, help="tokens of one sequence (default: all are one)")
-    add("--dtype", choices=_BYTES, default="bf16")
-    add("--link-gbps", type=number, default=Machine.link_gbps, help="Gbit/s that a rank sends (default %(default)g)")
-    add("--tflops", type=number, default=Machine.tflops, help="of a rank, in products (default %(default)g)")
-    add("--split", choices=SPLITS, default="contiguous", help="which tokens a rank holds, with gather_kv")
-    add("--json", action="store_true", help="one object in the place of the table")
-    add(
-        "--plot", metavar="FILE.png", help="draw what a token sends against the number of ranks, too (needs matplotlib)"
-    )
+    if _plan is not None:
+        _plan.add_arguments(plan)
     commands.add_parser("doctor", help="what is installed, what of it is used here, and what to do about the rest")
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if args.command == "plan" and _plan is None:
+        plan.error(f"there is no {_missing}: `ds-mla-ulysses doctor` says what to install.")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command == "doctor":
         findings = examine()
         print("\n".join(map(str, findings)))
         sys.exit(any(finding.state == "missing" for finding in findings))
     try:
-        print(_plan(args))
-    except (ValueError, OSError) as error:
+        print(_plan.plan(args))
+    except (ValueError, OSError, ImportError) as error:
         plan.error(str(error))
-
-
-def number(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
-
-
-def whole_number(text: str) -> int:
-    return int(number(str(int(text))))
-
-
-def _plan(args: argparse.Namespace) -> str:
-    """One attention layer, forward and backward, on the rank that has the most to do, by every strategy."""
-    widths = find_widths(args.model)
-    if args.tokens % args.sp:
-        raise ValueError(f"--tokens {args.tokens} must be a multiple of --sp {args.sp}: shard_batch pads to one.")
-    work = Work(widths, args.sp, args.tokens, args.sequence, _BYTES[args.dtype], args.split)
-    machine = Machine(args.link_gbps, args.tflops)
-    found = estimates(work, machine)
-    best, why = choose(found)
-    why += head_tail(work, machine, best)
-    if args.plot:
-        _plot(args.plot, args.model, widths, args.sp)
-    if args.json:
-        rows = [
-            dataclasses.asdict(e) | {"ms": e.ms}
-            if e.refused is None
-            else {"strategy": e.strategy, "refused": e.refused}
-            for e in found
-        ]
-        return json.dumps({"rows": rows, "auto": best.strategy, "why": why, "widths": dataclasses.asdict(widths)})
-    lines = [
-        f"{args.model}: one layer, forward and backward, {args.tokens} tokens on {args.sp} ranks, {args.dtype}, "
-        f"{args.link_gbps:g} Gbit/s, {args.tflops:g} TFLOP/s",
-        "",
-        *_table([_row(e) for e in found]),
-        "",
-        f"auto: {why}",
-        *([f"drawn: {args.plot}"] if args.plot else []),
-        *(
-            []
-            if args.model.lower() in PRESETS
-            else ["Only widths are looked at: whether the model is supported, parallelize says."]
-        ),
-    ]
-    return "\n".join(lines)
-
-
-def _plot(path: str, model: str, widths: MLAWidths | HeadWidths, ranks: int) -> None:
-    """What a token and layer send, forward, against the number of ranks, of every strategy that is possible."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'ds-mla-ulysses[show]'.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    counts = [n for n in (2, 4, 8, 16, 32, 64, 128) if n <= max(64, ranks)]
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for strategy in STRATEGIES:
-        possible = [n for n in counts if estimate(Work(widths, n, n), strategy, Machine()).refused is None]
-        sent = [max(sent_elements(widths, strategy, n, rank)[0] for rank in range(n)) for n in possible]
-        if possible:
-            axes.plot(possible, sent, marker="o", label=strategy)
-    axes.axvline(ranks, color="grey", linestyle=":", label=f"{ranks} ranks")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(counts, [str(n) for n in counts])
-    axes.set(xlabel="ranks", ylabel="elements that a rank sends, per local token", title=f"{model}: one layer, forward")
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-
-
-def _row(e: Estimate) -> dict[str, Any]:
-    if e.refused is not None:
-        return {"strategy": e.strategy, "collectives": f"not possible: {e.refused}"}
-    return {
-        "strategy": e.strategy,
-        "collectives": e.collectives,
-        "MB sent": f"{e.sent_bytes / 1e6:.4g}",
-        "extra TFLOP": f"{e.extra_tflop:.3g}",
-        "imbalance": f"{e.imbalance:.3g}",
-        "K and V, GB": f"{e.kv_bytes / 1e9:.3g}",
-        "ms sending": f"{e.send_ms:,.4g}",
-        "ms computing": f"{e.compute_ms:,.4g}",
-        "ms": f"{e.ms:,.4g}",
-    }
-
-
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    names = max(rows, key=len)
-    widths = {
-        name: max([len(name), *(len(str(r[name])) for r in rows if name in r and len(r) == len(names))])
-        for name in names
-    }
-    lines = ["  ".join(name.rjust(widths[name]) if name != "strategy" else name.ljust(10) for name in names)]
-    for row in rows:
-        lines.append(
-            "  ".join(
-                str(value).ljust(10) if name == "strategy" else str(value).rjust(widths[name])
-                for name, value in row.items()
-            )
-        )
-    return lines
 
 
 if __name__ == "__main__":

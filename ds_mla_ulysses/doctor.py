@@ -35,7 +35,9 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All findings, packages first. Starts nothing and keeps nothing."""
+    """All findings, packages first; without torch no others. Starts nothing and keeps nothing."""
+    if importlib.util.find_spec("torch") is None:
+        return list(_packages())
     return [*_packages(), *_communication(), *_kernels()]
 
 

@@ -175,7 +175,8 @@ class _Pool:
     def _died(self, rank: int) -> tuple:
         self.workers[rank].join(5)
         text = f"the process ended with exit code {self.workers[rank].exitcode}"
-        last_words = Path(_stderr_of(self.folder, rank)).read_text(errors="replace")[-20_000:]
+        stderr = Path(_stderr_of(self.folder, rank))
+        last_words = stderr.read_text(errors="replace")[-20_000:] if stderr.exists() else ""
         return ("raised", [], f"{text}\n{last_words}", text)
 
     def kill(self) -> None:

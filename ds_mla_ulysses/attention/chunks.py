@@ -19,6 +19,16 @@ from ..comm.collectives import accumulation_dtype
 from ..layout.heads import HeadPartition
 
 
+def check_count(head_chunks: int) -> None:
+    """Refuses what is no number of parts.
+
+    Raises:
+        ValueError: that.
+    """
+    if type(head_chunks) is not int or head_chunks < 1:
+        raise ValueError(f"head_chunks must be a positive number of parts, got {head_chunks!r}.")
+
+
 @dataclass(frozen=True)
 class HeadChunks:
     """The own heads of every rank in `count` consecutive parts, as even as possible; the first have one head more.
@@ -38,7 +48,7 @@ class HeadChunks:
         least = HeadPartition(self.heads, self.ranks).count(self.ranks - 1)
         if not 1 <= self.count <= least:
             raise ValueError(
-                f"head_chunks={self.count} must be from 1 to the {least} heads of a rank ({self.heads} heads on {self.ranks} ranks)."
+                f"head_chunks={self.count} must be from 1 to {least}, the fewest heads that a rank attends with."
             )
 
     def of_rank(self, rank: int) -> list[slice]:
@@ -69,5 +79,5 @@ class ForChunks(torch.autograd.Function):
 
 
 def recomputed(fn: Callable[..., Any], *tensors: Tensor) -> Any:
-    """fn of the tensors, of which nothing but they are kept; backward calls it once more."""
-    return checkpoint(fn, *tensors, use_reentrant=False, preserve_rng_state=False)
+    """fn of the tensors, of which nothing but they are kept; backward calls it once more, with the same random numbers."""
+    return checkpoint(fn, *tensors, use_reentrant=False)

@@ -15,7 +15,7 @@ from ..comm.group import SPLITS
 from ..layout.exchange import GatherTokens, gather_rows
 from ..layout.split import own_runs
 from .base import SequenceAttention, by_token, check_grouped
-from .chunks import HeadChunks
+from .chunks import HeadChunks, check_count
 from .latents import Expand, Latents
 
 
@@ -108,6 +108,7 @@ class GatherKVMLAAttention(GatherKVAttention):
         head_chunks: int = 1,
     ) -> None:
         super().__init__(local_attention, group)
+        check_count(head_chunks)
         self.latents, self.head_chunks = Latents(nope_dim, rope_dim, value_dim), head_chunks
 
     def forward(

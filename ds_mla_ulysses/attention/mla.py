@@ -30,7 +30,7 @@ from ..layout.exchange import (
 )
 from ..layout.heads import HeadPartition
 from .base import SequenceAttention, by_token
-from .chunks import ForChunks, HeadChunks, recomputed
+from .chunks import ForChunks, HeadChunks, check_count, recomputed
 from .latents import Expand, Latents
 
 
@@ -92,6 +92,7 @@ class UlyssesMLAAttention(SequenceAttention):
         head_chunks: int = 1,
     ) -> None:
         super().__init__(local_attention, group)
+        check_count(head_chunks)
         self.latents, self.head_chunks = Latents(nope_dim, rope_dim, value_dim), head_chunks
 
     def gather_shared_key(self, k_shared: Tensor, batch_dim_idx: int = 0) -> PendingKey:
@@ -121,7 +122,7 @@ class UlyssesMLAAttention(SequenceAttention):
         Args:
             q: q_BTHK with rope applied, ordered [nope | rope] (batch_dim_idx 0), or q_TBHK (1).
             kv: kv_BTHP (or kv_TBHP), per head [key without position: N | value: V]; with `expand` latent_BTL.
-            k_shared: k_BTR (or k_TBR) with rope applied, or what `gather_shared_key` returned.
+            k_shared: k_BTR (or k_TBR) with rope applied, or, without `expand`, what `gather_shared_key` returned.
             batch_dim_idx: 0 for [B, T, H, .], 1 for [T, B, H, .].
             rotary_pos_emb: takes the place it has in DeepSpeed's class; must be None.
             expand: `expand(latent_BSL, heads) -> kv_BSMP` makes keys and values of those heads, a slice, of all tokens
@@ -139,6 +140,11 @@ class UlyssesMLAAttention(SequenceAttention):
             ValueError: shapes that do not fit the widths, mixed dtypes, fewer heads than ranks.
         """
         if expand is not None:
+            if isinstance(k_shared, PendingKey):
+                raise ValueError(
+                    "with expand the shared key is gathered together with the latents: give it as a tensor, not to "
+                    "gather_shared_key first."
+                )
             self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=kv, k_shared=k_shared)
             self.latents.check(q, kv, k_shared, batch_dim_idx)
             HeadPartition(q.shape[2], self.group.size)

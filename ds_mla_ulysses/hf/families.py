@@ -71,6 +71,13 @@ def find_attention(model: nn.Module) -> AttentionModel:
     from transformers import PreTrainedModel
 
     name = _name(model)
+    for m in model.modules():
+        adapters = getattr(m, "peft_config", None)
+        if isinstance(adapters, dict) and any(getattr(c, "is_prompt_learning", False) for c in adapters.values()):
+            raise UnsupportedModelError(
+                f"{name} learns a prompt, whose tokens PEFT would put in front of every rank's part of the sequence: use "
+                "LoRA or another adapter of layers."
+            )
     mla = [m for m in model.modules() if is_mla(m)]
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     if mla:

@@ -119,12 +119,11 @@ def parallelize(
 
     Raises:
         UnsupportedModelError: the model would be silently wrong; says what to do instead.
-        ValueError: fewer heads than ranks, bad groups, an unknown strategy, a split that it does not have.
+        ValueError: fewer heads than ranks, bad groups, an unknown strategy, a split that it does not have, settings
+            that differ between ranks.
         RuntimeError: the model is parallelized already.
     """
-    auto = check_strategy(strategy, split)
-    if not isinstance(head_chunks, int) or head_chunks < 1:
-        raise ValueError(f"head_chunks must be a positive number of parts, got {head_chunks!r}.")
+    auto = check_strategy(strategy, split, head_chunks)
     if sp_size is not None and (not isinstance(sp_size, int) or sp_size < 1):
         raise ValueError(f"sp_size must be a positive number of ranks, got {sp_size!r}.")
     if sp_size is not None and group is not None:
@@ -140,6 +139,8 @@ def parallelize(
         )
     kernels = [kernel_of(layer, layer.config) for layer in found.layers]
     _init_distributed()
+    settings = {"strategy": auto or strategy, "split": split, "head_chunks": head_chunks, "by_batch": by_batch}
+    _check_alike(settings | {"sp_size": sp_size, "a group was given": group is not None})
     sequence_group, data_rank, data_size = _groups(sp_size, group)
     sequence_group = sequence_group.with_split(split)
     why = "asked for"
@@ -388,6 +389,14 @@ def _init_distributed() -> None:
         dist.init_process_group(backend)
     else:  # started without a launcher: a world of one
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _check_alike(settings: dict[str, Any]) -> None:
+    """Refuses settings that differ between ranks: their collectives would wait for each other forever."""
+    said = gather_objects(SequenceGroup.of(dist.group.WORLD), tuple(settings.values()))
+    for name, values in zip(settings, zip(*said, strict=True), strict=True):
+        if len(set(values)) > 1:
+            raise ValueError(f"parallelize has to be called alike on all ranks; {name}, rank by rank: {list(values)}.")
 
 
 def _groups(sp_size: int | None, group: SequenceGroup | dist.ProcessGroup | None) -> tuple[SequenceGroup, int, int]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..attention.chunks import HeadChunks
+from ..attention.chunks import HeadChunks, check_count
 from ..attention.gather import GatherKVAttention, GatherKVMLAAttention
 from ..attention.latents import Expand
 from ..attention.mla import UlyssesMLAAttention
@@ -59,12 +59,16 @@ class LayerStrategy:
     replaced: Sequence[tuple[nn.Module, str, Any]] = ()
 
 
-def check_strategy(strategy: str | Auto, split: str) -> Auto | None:
-    """Refuses an unknown strategy, and a split that it does not have; what "auto" is decided by, if it is that.
+def check_strategy(strategy: str | Auto, split: str, head_chunks: int) -> Auto | None:
+    """Refuses what no model has: an unknown strategy, a split that it does not have, no number of parts.
+
+    Returns:
+        what "auto" is decided by, if it is that.
 
     Raises:
-        ValueError: either.
+        ValueError: any of them.
     """
+    check_count(head_chunks)
     SequenceGroup.of(None).with_split(split)
     if isinstance(strategy, Auto) or strategy == "auto":
         return Auto() if strategy == "auto" else strategy
@@ -98,13 +102,12 @@ def decide_strategy(
     blocks = [kernel.blocks for kernel in kernels if isinstance(kernel, MoBAKernel) and not kernel.is_full]
     # Layers with full attention among them, which have the most to do, decide for all.
     keys = max(block * topk for block, topk in blocks) if len(blocks) == len(kernels) else None
-    of_model = {"element_bytes": any_parameter.element_size(), "split": group.split, "keys_per_query": keys}
-    work = Work(_widths_of(layers[0]), group.size, 0, **of_model)
+    work = Work(_widths_of(layers[0]), group.size, 0, split=group.split, keys_per_query=keys)
     return decide(auto, work, refused, group, any_parameter.dtype, any_parameter.device)
 
 
 def _widths_of(layer: nn.Module) -> MLAWidths | HeadWidths:
-    return MLAWidths.of(layer) if is_mla(layer) else widths_of_config(layer.config.to_dict())
+    return MLAWidths.of(layer) if is_mla(layer) else widths_of_config(layer.config)
 
 
 def check_layer(layer: nn.Module, strategy: str, ranks: int, head_chunks: int = 1) -> None:

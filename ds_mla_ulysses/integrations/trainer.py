@@ -68,6 +68,7 @@ def install(
         strategy, split, head_chunks: as of `parallelize`, for every model.
 
     Raises:
+        ValueError: an unknown strategy, a split that it does not have, no number of parts.
         RuntimeError: a symbol of the table is missing in the installed versions, or another setting is installed.
 
     Warns: by name of each package whose version is not the tested one.
@@ -79,7 +80,7 @@ def install(
             found = ", ".join(f"{name}={value!r}" for name, value in _installation.settings.items())
             raise RuntimeError(f"installed already, with {found}: call ds_mla_ulysses.uninstall() first.")
         return
-    check_strategy(strategy, split)
+    check_strategy(strategy, split, head_chunks)
     for package in _REPLACES_IN:
         version, tested = importlib.metadata.version(package), TESTED_VERSIONS[package]
         if version != tested:

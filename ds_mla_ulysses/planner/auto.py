@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,22 +23,30 @@ class Auto:
     """What `strategy="auto"` is decided by; give it in the place of the name.
 
     Attributes:
-        tokens: of all sequences of a micro-batch together; by default 4,096 for each rank, all one sequence.
+        tokens: of all sequences of a micro-batch together; by default 4,096 for each rank, or one sequence if that is more.
         sequence: tokens of one sequence; by default all are one.
         link_gbps: Gbit/s that a rank sends to others; measured by default.
         tflops: 10^12 operations a second in products; measured by default.
+        dtype: that the model trains in; by default that of its parameters, which an engine or autocast may change later.
     """
 
     tokens: int | None = None
     sequence: int | None = None
     link_gbps: float | None = None
     tflops: float | None = None
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "sequence", "link_gbps", "tflops"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                raise ValueError(f"Auto({name}={value!r}) must be a positive number, or left out.")
+        for names, kinds, of in (
+            (("tokens", "sequence"), (int,), "whole number"),
+            (("link_gbps", "tflops"), (int, float), "number"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not (type(value) in kinds and 0 < value < math.inf):
+                    raise ValueError(f"Auto({name}={value!r}) must be a positive {of}, or left out.")
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ValueError(f"Auto(dtype={self.dtype!r}) must be a torch.dtype such as torch.bfloat16, or left out.")
 
 
 def decide(
@@ -46,9 +55,9 @@ def decide(
     """The strategy and why, the same on every rank of the job; every rank has to call it.
 
     Args:
-        work: of one layer; its tokens are taken from `auto`.
+        work: of one layer; its tokens and the bytes of an element are taken from `auto`.
         refused: strategies that the model excludes, and why.
-        dtype, device: of the model, for what is measured.
+        dtype, device: of the model's parameters.
 
     Raises:
         ValueError: no strategy is possible.
@@ -56,22 +65,44 @@ def decide(
     if group.size == 1:
         strategy = "packed" if group.split == "contiguous" else "gather_kv"
         return strategy, f"{strategy}: a group of one sends nothing"
+    dtype = auto.dtype or dtype
+    if auto.link_gbps is None or auto.tflops is None:
+        device = _device_of_job(group, device)
     link = auto.link_gbps if auto.link_gbps is not None else _measured_link(group, device)
     rate = auto.tflops if auto.tflops is not None else _measured_rate(dtype, device)
     # Groups may measure otherwise than each other: what the first rank of the job found holds for all.
     said = [(link, rate)]
     dist.broadcast_object_list(said, src=0)
     machine = Machine(*said[0])
-    work = replace(work, tokens=int(auto.tokens or 4096 * group.size), sequence=auto.sequence)
+    tokens = auto.tokens or max(4096 * group.size, auto.sequence or 0)
+    work = replace(work, tokens=tokens, sequence=auto.sequence, element_bytes=dtype.itemsize)
     found = [Estimate(s, refused[s]) if s in refused else estimate(work, s, machine) for s in STRATEGIES]
     best, why = choose(found)
-    how = ["measured" if x is None else "given" for x in (auto.link_gbps, auto.tflops)]
+    how = [f"measured on {device.type}" if x is None else "given" for x in (auto.link_gbps, auto.tflops)]
+    of = "the parameters'" if auto.dtype is None else "given"
     length = "assumed: say Auto(tokens=...)" if auto.tokens is None else "given"
     why += "" if "gather_kv" in refused else head_tail(work, machine, best)
     return best.strategy, (
-        f"{why}; {work.tokens:,} tokens ({length}) on {group.size} ranks, {machine.link_gbps:.3g} Gbit/s ({how[0]}), "
-        f"{machine.tflops:.3g} TFLOP/s ({how[1]})"
+        f"{why}; {work.tokens:,} tokens ({length}) on {group.size} ranks, {str(dtype).removeprefix('torch.')} ({of}), "
+        f"{machine.link_gbps:.3g} Gbit/s ({how[0]}), {machine.tflops:.3g} TFLOP/s ({how[1]})"
     )
+
+
+def _device_of_job(group: SequenceGroup, device: torch.device) -> torch.device:
+    """Where ranks will compute and send from: a model is often still on the CPU, or on meta, when it is parallelized."""
+    if device.type not in ("cpu", "meta"):
+        return device
+    backends = dict(part.split(":") for part in dist.get_backend_config(group.process_group).split(","))
+    # gloo is named for accelerators too, wherever it is asked for; no job on them chooses it.
+    accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend != "gloo"]
+    if accelerators:
+        return torch.device(accelerators[0], torch.accelerator.current_device_index())
+    if "cpu" not in backends:
+        raise ValueError(
+            f"strategy='auto' cannot measure on a CPU over the backend {dist.get_backend_config(group.process_group)!r}: move "
+            "the model to its device first, or give Auto(link_gbps=, tflops=)."
+        )
+    return torch.device("cpu")
 
 
 def _measured_link(group: SequenceGroup, device: torch.device) -> float:

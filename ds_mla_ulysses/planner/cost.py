@@ -199,11 +199,11 @@ def choose(found: Iterable[Estimate]) -> tuple[Estimate, str]:
 
 
 def head_tail(work: Work, machine: Machine, best: Estimate) -> str:
-    """That "gather_kv" would be faster than the best if ranks held head and tail of the sequence; empty if not."""
+    """That "gather_kv" would be faster than the best by a thousandth at least, if ranks held head and tail; empty if not."""
     if work.split == "head_tail" or work.ranks == 1:
         return ""
     other = estimate(replace(work, split="head_tail"), "gather_kv", machine)
-    return f"; gather_kv with split='head_tail' would take {_ms(other)}" if other.ms < best.ms else ""
+    return f"; gather_kv with split='head_tail' would take {_ms(other)}" if other.ms < 0.999 * best.ms else ""
 
 
 def _ms(e: Estimate) -> str:

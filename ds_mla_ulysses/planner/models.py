@@ -1,10 +1,7 @@
-"""The attention widths of models: by name, or of any Hugging Face config."""
+"""The attention widths of models: by name, or of a config."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..layout.widths import HeadWidths, MLAWidths
@@ -17,41 +14,30 @@ PRESETS: dict[str, MLAWidths] = {
 }
 
 
-def find_widths(model: str) -> MLAWidths | HeadWidths:
-    """The widths of a preset, of a config.json, or of a folder with one.
+def widths_of_config(text: Any) -> MLAWidths | HeadWidths:
+    """The widths that a config names, by the attributes that transformers gives it.
+
+    Args:
+        text: the config of a decoder; of a model with several, that of its text part.
 
     Raises:
-        ValueError: no such preset or file, or a config without attention heads.
+        ValueError: a number is missing, or is none.
     """
-    if model.lower() in PRESETS:
-        return PRESETS[model.lower()]
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(
-            f"{model!r} is neither one of {', '.join(PRESETS)} nor a config.json or a folder with one (names of a hub are not "
-            "fetched)."
-        )
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
-    return widths_of_config(config)
+    heads = _number(text, "num_attention_heads")
+    if getattr(text, "kv_lora_rank", None) is not None:
+        names = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"
+        has_query_latent = getattr(text, "q_lora_rank", None) is not None
+        query_latent = _number(text, "q_lora_rank") if has_query_latent else None
+        return MLAWidths(heads, *(_number(text, name) for name in names), query_latent)
+    own, shared = (getattr(text, name, None) is not None for name in ("head_dim", "num_key_value_heads"))
+    width = _number(text, "head_dim") if own else _number(text, "hidden_size") // heads
+    return HeadWidths(heads, _number(text, "num_key_value_heads") if shared else heads, width, width)
 
 
-def widths_of_config(config: Mapping[str, Any]) -> MLAWidths | HeadWidths:
-    """The widths that a Hugging Face config names, of its text part if it has several.
-
-    Raises:
-        ValueError: a number is missing.
-    """
-    text = config.get("text_config") or config
-    try:
-        heads = text["num_attention_heads"]
-        if text.get("kv_lora_rank"):
-            names = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"
-            return MLAWidths(heads, *(text[name] for name in names), text.get("q_lora_rank"))
-        width = text.get("head_dim") or text["hidden_size"] // heads
-    except KeyError as error:
-        raise ValueError(f"the config has no {error.args[0]}: it is not a decoder's, or names it otherwise.") from None
-    return HeadWidths(heads, text.get("num_key_value_heads") or heads, width, width)
+def _number(text: Any, name: str) -> int:
+    value = getattr(text, name, None)
+    if value is None:
+        raise ValueError(f"the config says no {name}: name it there, or a model_type that transformers knows.")
+    if type(value) is not int or value < 1:
+        raise ValueError(f"the config says {name} {value!r}, which must be a positive whole number.")
+    return value

@@ -113,7 +113,7 @@ def refused(kind, **settings):
     "kind,settings,message",
     [
         ("llama", dict(head_chunks=2), "head_chunks=2 is for MLA, .* LlamaAttention has them whole"),
-        ("mla", dict(head_chunks=3), r"head_chunks=3 must be from 1 to the 2 heads of a rank \(4 heads on 2 ranks\)"),
+        ("mla", dict(head_chunks=3), "head_chunks=3 must be from 1 to 2, the fewest heads"),
         ("mla", dict(head_chunks=0), "head_chunks must be a positive number of parts, got 0"),
         ("adapters", dict(head_chunks=2, strategy="gather_kv"), "kv_b_proj is a Linear .* leave head_chunks out"),
     ],
@@ -147,3 +147,48 @@ def test_keys_of_one_part_at_a_time(way):
     (part, more), *_ = run_ranks(2, largest_keys, way, 4 if whole == 8 else 2)
     assert part * (4 if whole == 8 else 2) == whole
     assert more == 2 * calls * (4 if whole == 8 else 2)  # and once more in backward
+
+
+def attention_with_dropout(kind, chunks, group):
+    """The attention class as a function of its tensors, which draws the same random numbers in every call."""
+    N, R, V, L, heads = 3, 2, 2, 4, 4
+    torch.manual_seed(1)
+    weight = torch.randn(heads, N + V, L, dtype=torch.float64)
+
+    def dropping(q, k, v, first_query=0):
+        scores = torch.einsum("bthk,bshk->bhts", q, k).softmax(-1)
+        return torch.einsum("bhts,bshv->bthv", torch.nn.functional.dropout(scores, 0.5), v)
+
+    def expand(latent, own):
+        return torch.einsum("bsl,mpl->bsmp", latent, weight[own])
+
+    attention = kind(dropping, group, nope_dim=N, rope_dim=R, value_dim=V, head_chunks=chunks)
+
+    def run(q, latent, shared):
+        torch.manual_seed(0)
+        return attention(q, latent, shared, expand=expand)
+
+    shapes = (1, 2, heads, N + R), (1, 2, L), (1, 2, R)
+    return run, [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", ["UlyssesMLAAttention", "GatherKVMLAAttention"])
+def test_random_numbers_of_the_local_attention_are_drawn_once(kind):
+    run, tensors = attention_with_dropout(getattr(dmu, kind), 2, None)
+    assert torch.autograd.gradcheck(run, tensors)
+
+
+@pytest.mark.parametrize("kind", ["UlyssesMLAAttention", "GatherKVMLAAttention"])
+@pytest.mark.parametrize("parts", [0, -1, "2", 2.5, None, True])
+def test_parts_are_a_number(kind, parts):
+    with pytest.raises(ValueError, match="head_chunks must be a positive number of parts"):
+        attention_with_dropout(getattr(dmu, kind), parts, None)
+    with pytest.raises(ValueError, match="head_chunks must be a positive number of parts"):
+        dmu.install(head_chunks=parts)
+
+
+def test_a_key_that_is_on_its_way_goes_without_latents():
+    run, (q, latent, shared) = attention_with_dropout(dmu.UlyssesMLAAttention, 1, None)
+    pending = dmu.UlyssesMLAAttention(run, None, nope_dim=3, rope_dim=2, value_dim=2).gather_shared_key(shared)
+    with pytest.raises(ValueError, match="with expand the shared key is gathered together with the latents"):
+        run(q, latent, pending)

@@ -205,6 +205,41 @@ def test_groups_of_the_caller():
     assert run_ranks(4, own_groups, False) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
+def set_otherwise(settings):
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+
+    dmu.parallelize(tiny_model("deepseek_v3"), **settings[dist.get_rank()])
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        ([dict(head_chunks=1), dict(head_chunks=2)], r"head_chunks, rank by rank: \[1, 2\]"),
+        ([dict(strategy="packed"), dict(strategy="gather_kv")], r"strategy, rank by rank: \['packed', 'gather_kv'\]"),
+        (
+            [dict(strategy="gather_kv", split=split) for split in ("contiguous", "head_tail")],
+            r"split, rank by rank: \['contiguous', 'head_tail'\]",
+        ),
+        ([dict(by_batch=True), {}], r"by_batch, rank by rank: \[True, False\]"),
+        ([dict(sp_size=1), {}], r"sp_size, rank by rank: \[1, None\]"),
+        (
+            [dict(strategy=dict(tokens=64)), dict(strategy=dict(tokens=128))],
+            r"strategy, rank by rank: .*tokens=64.*128",
+        ),
+        ([dict(strategy=dict(link_gbps=1.0)), dict(strategy=dict())], "strategy, rank by rank: .*link_gbps=1.0"),
+    ],
+)
+def test_settings_that_differ_between_ranks(settings, message):
+    import ds_mla_ulysses as dmu
+
+    given = [
+        s | {"strategy": dmu.Auto(**s["strategy"])} if isinstance(s.get("strategy"), dict) else s for s in settings
+    ]
+    raises_on_ranks(2, ValueError, "called alike on all ranks; " + message, set_otherwise, given)
+
+
 def bad_forward(what):
     import torch.distributed as dist
 

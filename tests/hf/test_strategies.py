@@ -283,6 +283,19 @@ def test_refused(what, strategy, message):
     raises_on_ranks(2, dmu.UnsupportedModelError, message, refused, what, strategy)
 
 
+def learns_a_prompt(kind):
+    import peft
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    dmu.parallelize(peft.get_peft_model(tiny_model("deepseek_v3"), config))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_prompts_that_are_learnt_are_refused(kind):
+    message = "learns a prompt, .* in front of every rank's part"
+    raises_on_ranks(2, dmu.UnsupportedModelError, message, learns_a_prompt, kind)
+
+
 @pytest.mark.parametrize("strategy", ["packed", "latent_kv", "latent_qkv"])
 def test_head_and_tail_are_for_queries_that_stay(strategy):
     with pytest.raises(ValueError, match=f"split='head_tail' is for strategy='gather_kv', .* with '{strategy}' every"):

@@ -6,9 +6,10 @@ import pytest
 from rank_pool import run_ranks
 
 from ds_mla_ulysses.cli import main
+from ds_mla_ulysses.hf.configs import find_widths
 from ds_mla_ulysses.layout.widths import HeadWidths, MLAWidths
 from ds_mla_ulysses.planner.cost import Machine, Work, choose, estimate, estimates, sent_elements
-from ds_mla_ulysses.planner.models import PRESETS, find_widths, widths_of_config
+from ds_mla_ulysses.planner.models import PRESETS
 
 V3 = PRESETS["deepseek-v3"]
 
@@ -160,14 +161,54 @@ def test_choice(model, ranks, tokens, link, best):
     assert found.strategy == best and why.startswith(best), why
 
 
-def test_widths_of_configs(tmp_path):
-    mla = dict(num_attention_heads=20, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, q_lora_rank=768)  # fmt: skip
-    assert widths_of_config(mla) == widths_of_config({"text_config": mla}) == PRESETS["glm-4.7-flash"]
-    assert widths_of_config(dict(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)) == HeadWidths(32, 8, 128, 128)  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(mla))
-    assert find_widths(str(tmp_path)) == find_widths(str(tmp_path / "config.json")) == PRESETS["glm-4.7-flash"]
-    with pytest.raises(ValueError, match="has no qk_rope_head_dim"):
-        widths_of_config({k: v for k, v in mla.items() if k != "qk_rope_head_dim"})
+MLA = dict(num_attention_heads=20, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, q_lora_rank=768)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config,wanted",
+    [
+        (MLA, PRESETS["glm-4.7-flash"]),
+        ({"model_type": "of remote code", "text_config": MLA}, PRESETS["glm-4.7-flash"]),
+        (dict(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096), HeadWidths(32, 8, 128, 128)),
+        (dict(num_attention_heads=32, hidden_size=4096), HeadWidths(32, 32, 128, 128)),
+        # As on the hub: what is as in the class of the config is left out.
+        ({"model_type": "gemma3", "text_config": dict(model_type="gemma3_text", hidden_size=3840, num_attention_heads=16, num_key_value_heads=8)}, HeadWidths(16, 8, 256, 256)),
+        ({"model_type": "gemma3", "text_config": dict(model_type="gemma3_text", hidden_size=2560)}, HeadWidths(8, 4, 256, 256)),
+        (dict(model_type="minicpm3", num_attention_heads=40, num_key_value_heads=40, qk_nope_head_dim=64, qk_rope_head_dim=32, q_lora_rank=768, kv_lora_rank=256), MLAWidths(40, 64, 32, 64, 256, 768)),
+        (dict(model_type="gptj", n_head=4, n_embd=32), HeadWidths(4, 4, 8, 8)),
+    ],
+)  # fmt: skip
+def test_widths_of_configs(config, wanted, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_widths(str(tmp_path)) == find_widths(str(tmp_path / "config.json")) == wanted
+
+
+HEADS = dict(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)
+
+
+@pytest.mark.parametrize(
+    "config,message",
+    [
+        ({k: v for k, v in MLA.items() if k != "qk_rope_head_dim"}, "says no qk_rope_head_dim: name it"),
+        (MLA | dict(v_head_dim=0), "v_head_dim 0, which must be a positive whole number"),
+        (HEADS | dict(num_attention_heads="32"), "num_attention_heads '32', which must be"),
+        (HEADS | dict(num_attention_heads=-4), "num_attention_heads -4, which must be"),
+        (HEADS | dict(num_attention_heads=None), "says no num_attention_heads"),
+        (HEADS | dict(num_key_value_heads=[8]), r"num_key_value_heads \[8\], which must be"),
+        (HEADS | dict(hidden_size=None), "says no hidden_size"),
+        ({"text_config": [1]}, r"an object of names and values, got \[1\]"),
+        ({"model_type": "gemma3", "text_config": "x"}, "transformers cannot read this config of gemma3"),
+        ([1], r"an object of names and values, got \[1\]"),
+        (None, "an object of names and values, got None"),
+    ],
+)
+def test_configs_that_say_no_widths(config, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        find_widths(str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", str(tmp_path), "--sp", "2", "--tokens", "64"])
+    assert ended.value.code == 2 and "error: " in capsys.readouterr().err
 
 
 def test_command(capsys):
@@ -213,6 +254,13 @@ def test_doctor(capsys, monkeypatch):
         (["--model", "deepseek-v3", "--sp", "2", "--tokens", "64", "--sequence", "65"], "longer than all 64"),
         (["--model", "deepseek-v3", "--sp", "2", "--tokens", "64", "--plot", "/none/x.png"], "No such file"),
         (["--model", "deepseek-v3", "--sp", "2", "--tokens", "131k"], "invalid whole_number value"),
+        (["--model", "deepseek-v3", "--sp", "2", "--tokens", "9" * 400], "not beyond 2**48, got 99999999999999999999"),
+        (["--model", "deepseek-v3", "--sp", "2", "--tokens", "64", "--link-gbps", "1e-320"], "that hardware can have"),
+        (
+            ["--model", "deepseek-v3", "--sp", "2", "--tokens", "6", "--split", "head_tail"],
+            "multiple of 4, twice --sp 2",
+        ),
+        (["--model", "deepseek-v3", "--sp", "2", "--tokens", "64", "--plot", "/tmp"], "the name of a file to write"),
     ],
 )
 def test_command_refuses(words, message, capsys):
@@ -261,7 +309,7 @@ def test_auto(model, gbps, split, best):
 
 def test_auto_measures_what_is_not_given():
     answers = run_ranks(2, chosen, "mla", "auto")
-    assert len(set(answers)) == 1 and answers[0][1].count("(measured)") == 2, answers
+    assert len(set(answers)) == 1 and answers[0][1].count("(measured on cpu)") == 2, answers
 
 
 def test_auto_alone():
@@ -278,8 +326,103 @@ def test_auto_knows_what_moba_reads(model, best):
     assert [answer[0] for answer in answers] == [best] * 2
 
 
-def test_auto_takes_numbers():
+@pytest.mark.parametrize(
+    "given,message",
+    [
+        (dict(link_gbps=-1), r"Auto\(link_gbps=-1\) must be a positive number"),
+        (dict(tflops=float("inf")), r"Auto\(tflops=inf\) must be a positive number"),
+        (dict(tokens=0.5), r"Auto\(tokens=0.5\) must be a positive whole number"),
+        (dict(sequence=True), r"Auto\(sequence=True\) must be a positive whole number"),
+        (dict(dtype="bf16"), r"Auto\(dtype='bf16'\) must be a torch.dtype"),
+    ],
+)
+def test_auto_takes_numbers(given, message):
     from ds_mla_ulysses import Auto
 
-    with pytest.raises(ValueError, match=r"Auto\(link_gbps=-1\) must be a positive number"):
-        Auto(link_gbps=-1)
+    with pytest.raises(ValueError, match=message):
+        Auto(**given)
+
+
+def test_auto_takes_one_sequence_where_it_is_more():
+    from ds_mla_ulysses import Auto
+
+    ((_, why, _), _) = run_ranks(2, chosen, "mla", Auto(sequence=32768, link_gbps=1.0, tflops=1.0))
+    assert "; 32,768 tokens (assumed" in why and "float64 (the parameters')" in why
+
+
+def decided(dtype):
+    import torch
+
+    from ds_mla_ulysses.comm.group import SequenceGroup
+    from ds_mla_ulysses.planner.auto import Auto, decide
+
+    auto = Auto(tokens=8192, link_gbps=400, tflops=400, dtype=dtype)
+    group = SequenceGroup.of(torch.distributed.group.WORLD)
+    return decide(auto, Work(PRESETS["glm-4.7-flash"], 2, 0), {}, group, torch.float32, torch.device("cpu"))
+
+
+def test_auto_counts_the_bytes_of_what_the_model_trains_in():
+    """A model that is loaded in fp32 for an engine that trains it in bf16."""
+    import torch
+
+    of_fp32, of_bf16 = run_ranks(2, decided, None)[0], run_ranks(2, decided, torch.bfloat16)[0]
+    assert of_fp32[0] != of_bf16[0], (of_fp32, of_bf16)
+    assert "float32 (the parameters')" in of_fp32[1] and "bfloat16 (given)" in of_bf16[1]
+
+
+@pytest.mark.parametrize(
+    "backends,at,wanted",
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cuda:1", "cuda:1"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cuda:3"),
+        ("cuda:nccl", "cpu", "cuda:3"),
+        ("cuda:nccl", "meta", "cuda:3"),
+        ("cuda:gloo", "cpu", None),
+    ],
+)
+def test_auto_measures_where_the_job_runs(backends, at, wanted, monkeypatch):
+    """A model is often still on the CPU when it is parallelized."""
+    import torch
+
+    from ds_mla_ulysses.comm.group import SequenceGroup
+    from ds_mla_ulysses.planner import auto
+
+    monkeypatch.setattr(auto.dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    if wanted is None:
+        with pytest.raises(ValueError, match="move the model to its device first"):
+            auto._device_of_job(SequenceGroup(None, 0, 2), torch.device(at))
+    else:
+        assert auto._device_of_job(SequenceGroup(None, 0, 2), torch.device(at)) == torch.device(wanted)
+
+
+def other_names(kind):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import ds_mla_ulysses as dmu
+
+    config = AutoConfig.for_model(kind, n_head=4, n_embd=32, n_layer=1, vocab_size=128, rotary_dim=4)
+    model = AutoModelForCausalLM.from_config(config)
+    return dmu.parallelize(model, strategy=dmu.Auto(link_gbps=1.0, tflops=1.0)).strategy
+
+
+@pytest.mark.filterwarnings("ignore:.* was not tested itself")
+def test_auto_knows_heads_by_the_names_of_each_config():
+    assert run_ranks(2, other_names, "gptj")[0] in ("packed", "gather_kv")
+
+
+def test_without_torch():
+    """The doctor is for machines on which something is missing."""
+    import subprocess
+    import sys
+
+    code = "import sys; sys.modules['torch'] = None\nfrom ds_mla_ulysses import cli, doctor\n"
+    code += "doctor._version = lambda package: None\ncli.main(sys.argv[1:])"
+    words = {"doctor": ("doctor",), "plan": ("plan", "--model", "deepseek-v3", "--sp", "2", "--tokens", "64")}
+    done = {
+        command: subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+        for command, given in words.items()
+    }
+    assert done["doctor"].returncode == 1 and "missing  no torch: pip install torch==" in done["doctor"].stdout, done
+    assert done["plan"].returncode == 2 and "there is no torch: `ds-mla-ulysses doctor` says" in done["plan"].stderr
