@@ -98,7 +98,7 @@ def decide_strategy(
                 check_layer(layer, strategy, group.size, head_chunks)
         except ValueError as error:
             refused[strategy] = str(error)
-    any_parameter = next(model.parameters())
+    any_parameter = next(x for x in model.parameters() if x.is_floating_point())  # quantised ones are not
     blocks = [kernel.blocks for kernel in kernels if isinstance(kernel, MoBAKernel) and not kernel.is_full]
     # Layers with full attention among them, which have the most to do, decide for all.
     keys = max(block * topk for block, topk in blocks) if len(blocks) == len(kernels) else None
