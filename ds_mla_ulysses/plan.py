@@ -93,7 +93,7 @@ def plan(args: argparse.Namespace) -> str:
 
 def _plot(path: str, model: str, widths: MLAWidths | HeadWidths, ranks: int) -> None:
     """What a token and layer send, forward, against the number of ranks, of every strategy that is possible."""
-    if not Path(path).suffix or Path(path).is_dir():
+    if not Path(path).suffix:  # matplotlib would write another file, of that name with .png
         raise ValueError(f"--plot takes the name of a file to write, such as bytes.png, got {path!r}.")
     try:
         import matplotlib
