@@ -4,7 +4,8 @@
     accelerate launch --config_file config.yaml --module ds_mla_ulysses.run train.py --my-argument 1
     torchrun --nproc-per-node 8 --module ds_mla_ulysses.run train.py --my-argument 1
 
-`--sp-in-eval`, `--strategy`, `--split` and `--head-chunks` in front of the script are arguments of `install`; `-m` takes a module for the script.
+`--sp-in-eval`, `--strategy`, `--split` and `--head-chunks` in front of the script are arguments of `install`; `-m` takes a
+module for the script.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to the script")
     args = parser.parse_args(arguments)
     launchers = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
-    settings = {"strategy": args.strategy, "split": args.split, "head_chunks": args.head_chunks}
-    install(sp_in_eval=args.sp_in_eval, **settings)
+    install(sp_in_eval=args.sp_in_eval, strategy=args.strategy, split=args.split, head_chunks=args.head_chunks)
     sys.argv = [args.script, *launchers, *args.arguments]
     if args.is_module:
         sys.path.insert(0, os.getcwd())

@@ -139,8 +139,16 @@ def parallelize(
         )
     kernels = [kernel_of(layer, layer.config) for layer in found.layers]
     _init_distributed()
-    settings = {"strategy": auto or strategy, "split": split, "head_chunks": head_chunks, "by_batch": by_batch}
-    _check_alike(settings | {"sp_size": sp_size, "a group was given": group is not None})
+    _check_alike(
+        {
+            "strategy": auto or strategy,
+            "split": split,
+            "head_chunks": head_chunks,
+            "by_batch": by_batch,
+            "sp_size": sp_size,
+            "a group was given": group is not None,
+        }
+    )
     sequence_group, data_rank, data_size = _groups(sp_size, group)
     sequence_group = sequence_group.with_split(split)
     why = "asked for"
@@ -151,8 +159,17 @@ def parallelize(
     for layer in found.layers:
         check_layer(layer, strategy, sequence_group.size, head_chunks)
     patch = _Patch(model, found, sequence_group, kernels, strategy, head_chunks, by_batch)
-    way = {"why": why, "head_chunks": head_chunks}
-    handle = Handle(model, sequence_group, data_rank, data_size, strategy, patch.pause, patch.undo, **way)
+    handle = Handle(
+        model,
+        sequence_group,
+        data_rank,
+        data_size,
+        strategy,
+        patch.pause,
+        patch.undo,
+        why=why,
+        head_chunks=head_chunks,
+    )
     patch.attach(handle)
     return handle
 

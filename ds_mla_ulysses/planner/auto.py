@@ -92,15 +92,16 @@ def _device_of_job(group: SequenceGroup, device: torch.device) -> torch.device:
     """Where ranks will compute and send from: a model is often still on the CPU, or on meta, when it is parallelized."""
     if device.type not in ("cpu", "meta"):
         return device
-    backends = dict(part.split(":") for part in dist.get_backend_config(group.process_group).split(","))
+    named = dist.get_backend_config(group.process_group)
+    backends = dict(part.split(":") for part in named.split(","))
     # gloo is named for accelerators too, wherever it is asked for; no job on them chooses it.
     accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend != "gloo"]
     if accelerators:
         return torch.device(accelerators[0], torch.accelerator.current_device_index())
     if "cpu" not in backends:
         raise ValueError(
-            f"strategy='auto' cannot measure on a CPU over the backend {dist.get_backend_config(group.process_group)!r}: move "
-            "the model to its device first, or give Auto(link_gbps=, tflops=)."
+            f"strategy='auto' cannot measure on a CPU over the backend {named!r}: move the model to its device first, or "
+            "give Auto(link_gbps=, tflops=)."
         )
     return torch.device("cpu")
 

@@ -24,20 +24,23 @@ def widths_of_config(text: Any) -> MLAWidths | HeadWidths:
         ValueError: a number is missing, or is none.
     """
     heads = _number(text, "num_attention_heads")
-    if getattr(text, "kv_lora_rank", None) is not None:
-        names = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"
-        has_query_latent = getattr(text, "q_lora_rank", None) is not None
-        query_latent = _number(text, "q_lora_rank") if has_query_latent else None
-        return MLAWidths(heads, *(_number(text, name) for name in names), query_latent)
-    own, shared = (getattr(text, name, None) is not None for name in ("head_dim", "num_key_value_heads"))
-    width = _number(text, "head_dim") if own else _number(text, "hidden_size") // heads
-    return HeadWidths(heads, _number(text, "num_key_value_heads") if shared else heads, width, width)
+    latent = _if_said(text, "kv_lora_rank")
+    if latent is not None:
+        of_head = (_number(text, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        return MLAWidths(heads, *of_head, latent, _if_said(text, "q_lora_rank"))
+    width = _if_said(text, "head_dim") or _number(text, "hidden_size") // heads
+    return HeadWidths(heads, _if_said(text, "num_key_value_heads") or heads, width, width)
 
 
 def _number(text: Any, name: str) -> int:
-    value = getattr(text, name, None)
+    value = _if_said(text, name)
     if value is None:
         raise ValueError(f"the config says no {name}: name it there, or a model_type that transformers knows.")
-    if type(value) is not int or value < 1:
+    return value
+
+
+def _if_said(text: Any, name: str) -> int | None:
+    value = getattr(text, name, None)
+    if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"the config says {name} {value!r}, which must be a positive whole number.")
     return value
