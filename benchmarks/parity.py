@@ -16,8 +16,8 @@ Three bars, and exit status 1 where one is missed:
 
 - step 1: the loss of packed is bitwise the materialised one's;
 - step 1: the gradients of a strategy are at most 1.5 times as far from the reference as the materialised ones;
-- step 10: the loss deviates by at most twice what the control's does, or its floor: one rounding of the dtype in the
-  loss of each token, averaged over them, unit roundoff / sqrt(tokens).
+- step 10: loss and gradient norm deviate by at most twice what the control's do, or their floor: one rounding of the dtype
+  in the loss of each token, averaged over them, unit roundoff / sqrt(tokens).
 
 Step 100 is printed, not judged: a batch that is learnt by heart leaves a loss near 0, whose relative deviation is chaotic.
 
@@ -42,6 +42,8 @@ from torch import Tensor, nn
 
 STEPS = (1, 10, 100)
 SEED = 42
+#: What is judged at step 10.
+JUDGED = {"losses": "loss", "grad_norms": "gradient norm"}
 #: Further orders of the control's sums.
 ORDERS = 7
 #: Of the packed form against three all-to-alls, in percent: DeepSeek-V3 debug model, 2 ranks.
@@ -127,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         return lambda model: [sequence_loss(model(**inputs, use_cache=False).logits, shard["shift_labels"], group)]
 
     found: dict[str, Any] = {}
-    orders: dict[int, list[float]] = {}
+    orders: dict[int, dict[str, list[float]]] = {}
     reference: Gradients = {}
     if dist.get_rank() == 0:
         model = new().to(WIDER[dtype])
@@ -136,7 +138,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         found["one process"] = train(new(), whole_loss(), lambda: None, args.steps)
     if args.steps >= 10:
         for order in range(dist.get_rank(), ORDERS, args.ranks):
-            orders[order] = train(new(), whole_loss(order), lambda: None, 10)[0]
+            losses, norms, _ = train(new(), whole_loss(order), lambda: None, 10)
+            orders[order] = {"losses": losses, "grad_norms": norms}
     everywhere: list[Any] = [None] * args.ranks
     dist.all_gather_object(everywhere, orders)
     model, group = new(), SequenceGroup.of(dist.group.WORLD)
@@ -156,7 +159,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             name: {"losses": losses, "grad_norms": norms, "gradient_distance": distance(first, reference)}
             for name, (losses, norms, first) in found.items()
         },
-        "control": [losses for orders in everywhere for losses in orders.values()],
+        "control": [run for orders in everywhere for run in orders.values()],
         "floor": torch.finfo(dtype).eps / 2 / math.sqrt(args.tokens - 1),
         "versions": {library.__name__: library.__version__ for library in (torch, deepspeed, transformers)},
     }
@@ -166,11 +169,11 @@ def deviation(got: float, want: float) -> float:
     return abs(got - want) / abs(want)
 
 
-def allowed_at_10(found: dict[str, Any]) -> float:
-    """How far a loss may be from the materialised one's at step 10."""
-    sides = found["sides"]
-    control = [sides["one process"]["losses"], *found["control"]]
-    return 2 * max(found["floor"], *(deviation(losses[9], sides["materialised"]["losses"][9]) for losses in control))
+def allowed_at_10(found: dict[str, Any], series: str) -> float:
+    """How far a loss or a gradient norm may be from the materialised one's at step 10."""
+    control = [found["sides"]["one process"], *found["control"]]
+    base = found["sides"]["materialised"][series][9]
+    return 2 * max(found["floor"], *(deviation(run[series][9], base) for run in control))
 
 
 def missed(found: dict[str, Any]) -> list[str]:
@@ -187,11 +190,11 @@ def missed(found: dict[str, Any]) -> list[str]:
                 f"{name}: the gradients of step 1 are {side['gradient_distance']:.3e} from the reference, {times:.2f} times "
                 "as far as the materialised ones: more than 1.5."
             )
-        if len(side["losses"]) >= 10:
-            apart, allowed = deviation(side["losses"][9], base["losses"][9]), allowed_at_10(found)
+        for series, what in JUDGED.items() if len(side["losses"]) >= 10 else ():
+            apart, allowed = deviation(side[series][9], base[series][9]), allowed_at_10(found, series)
             if not apart <= allowed:
                 problems.append(
-                    f"{name}: the loss of step 10 deviates by {apart:.3%}, more than twice the control: {allowed:.3%}."
+                    f"{name}: the {what} of step 10 deviates by {apart:.3%}, more than twice the control: {allowed:.3%}."
                 )
     return problems
 
@@ -227,7 +230,8 @@ def show(found: dict[str, Any]) -> None:
     print("\nmaterialised loss: " + ", ".join(f"{losses[step - 1]:.4f} at step {step}" for step in reached))
     if 10 in reached:
         print("(published): of the packed form, DeepSeek-V3 debug model, 2 ranks; other model and data, not judged.")
-        print(f"allowed of the loss at step 10: {allowed_at_10(found):.4%}. Step 100 is not judged.")
+        allowed = (f"of the {what} {allowed_at_10(found, series):.4%}" for series, what in JUDGED.items())
+        print(f"allowed at step 10: {', '.join(allowed)}. Step 100 is not judged.")
 
 
 def main() -> int:

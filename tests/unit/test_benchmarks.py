@@ -68,11 +68,15 @@ def test_gpu_check_on_a_cpu():
     assert {"date", "device", "versions", "copies", "moba"} <= set(found)
 
 
+def control(loss, grad_norm):
+    return {"losses": [7.0] * 9 + [loss], "grad_norms": [1.0] * 9 + [grad_norm]}
+
+
 def held():
     """Ten steps as parity measures them, in which all bars are held."""
     side = {"losses": [7.0] * 9 + [2.0], "grad_norms": [1.0] * 10, "gradient_distance": 0.02}
     found = {"sides": {name: copy.deepcopy(side) for name in ("one process", "materialised", *STRATEGIES)}}
-    found |= {"control": [[7.0] * 9 + [loss] for loss in (2.01, 1.98)], "floor": 1e-4}
+    found |= {"control": [control(2.01, 1.0), control(1.98, 1.03)], "floor": 1e-4}
     for strategy, loss in zip(STRATEGIES, (2.0, 2.039, 1.961, 2.02, 2.0), strict=True):
         found["sides"][strategy]["losses"][9] = loss
         found["sides"][strategy]["gradient_distance"] = 0.0299
@@ -88,6 +92,14 @@ def held():
         ("latent_qkv", "gradient_distance", None, float("nan"), "more than 1.5"),
         ("latent_kv", "losses", 9, 2.041, "2.050%, more than twice the control: 2.000%"),
         ("head_tail", "losses", 9, float("nan"), "more than twice the control"),
+        (
+            "packed",
+            "grad_norms",
+            9,
+            1.061,
+            "the gradient norm of step 10 deviates by 6.100%, more than twice the control: 6.0",
+        ),
+        ("gather_kv", "grad_norms", 9, float("nan"), "the gradient norm of step 10"),
     ],
 )
 def test_bars_can_be_missed(strategy, key, step, value, said):
@@ -106,7 +118,7 @@ def test_bars_can_be_missed(strategy, key, step, value, said):
 def test_a_control_that_is_equal_leaves_the_floor():
     import parity
 
-    found = held() | {"control": [[7.0] * 9 + [2.0]], "floor": 0.006}
+    found = held() | {"control": [control(2.0, 1.0)], "floor": 0.006}
     assert [problem.split(":")[0] for problem in parity.missed(found)] == ["latent_kv", "latent_qkv"]
 
 
