@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.collectives import exchange_bytes
 from ..comm.group import SequenceGroup, gather_objects, raise_first
-from .split import chunks_of, mark_split
+from .split import mark_split, pieces_of
 
 IGNORED_LABEL = -100
 #: The key of a batch that is this rank's part; models parallelized with `by_batch` look for it.
@@ -132,11 +132,11 @@ def _parts(batch: Mapping[str, Any], ranks: Sequence[int], group: SequenceGroup)
     if "position_ids" not in whole:
         device = whole["input_ids"].device if "input_ids" in whole else whole["inputs_embeds"].device
         whole["position_ids"] = torch.arange(S, device=device).expand(B, S)
-    count = len(chunks_of(group))
+    count = len(pieces_of(group))
     padded = {name: _pad(name, x, -S % count) if _is_split(x, S) else x for name, x in whole.items()}
     for rank in ranks:
         part = {
-            name: _join([x.chunk(count, dim=1)[chunk] for chunk in chunks_of(group, rank)])
+            name: _join([x.chunk(count, dim=1)[chunk] for chunk in pieces_of(group, rank)])
             if _is_split(whole[name], S)
             else x
             for name, x in padded.items()

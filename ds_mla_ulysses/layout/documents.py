@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm.collectives import gather_now
 from ..comm.group import SequenceGroup, gather_objects, raise_first
-from .split import chunks_of, in_order, marked_split, own_runs, uneven
+from .split import in_order, local_runs, marked_split, pieces_of, uneven
 
 
 class Documents:
@@ -168,7 +168,7 @@ def gather_documents(
             raise ValueError(f"{what} on some ranks of the sequence group and not on others.")
 
     if position_ids is None:
-        runs = [torch.arange(run.start, run.stop, device=device) for run in own_runs(group, T)]
+        runs = [torch.arange(run.start, run.stop, device=device) for run in local_runs(group, T)]
         positions_BT = torch.cat(runs).expand(B, T)
     else:
         positions_BT = position_ids.to(device=device, dtype=torch.long).expand(B, T)
@@ -193,7 +193,7 @@ def _other_split(of_ranks: Tensor, group: SequenceGroup) -> str | None:
     Args:
         of_ranks: [S, B, 2], positions and padding as the ranks hold them, one rank after the other.
     """
-    chunks = len(chunks_of(group))
+    chunks = len(pieces_of(group))
     width = of_ranks.shape[0] // chunks
     begins = torch.arange(width, chunks * width, width, device=of_ranks.device)
 
