@@ -113,7 +113,7 @@ def refused(kind, **settings):
     [
         ("llama", dict(head_chunks=2), "head_chunks=2 is for MLA, .* LlamaAttention has them whole"),
         ("mla", dict(head_chunks=3), "head_chunks=3 must be from 1 to 2, the fewest heads"),
-        ("mla", dict(head_chunks=0), "head_chunks must be a positive number of parts, got 0"),
+        ("mla", dict(head_chunks=0), "head_chunks must be an int >= 1, got 0"),
         ("adapters", dict(head_chunks=2, strategy="gather_kv"), "kv_b_proj is a Linear .* leave head_chunks out"),
     ],
 )
@@ -171,23 +171,23 @@ def attention_with_dropout(kind, chunks, group):
     return run, [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-@pytest.mark.parametrize("kind", ["UlyssesMLAAttention", "GatherKVMLAAttention"])
+@pytest.mark.parametrize("kind", ["LatentKVMLAAttention", "GatherKVMLAAttention"])
 def test_random_numbers_of_the_local_attention_are_drawn_once(kind):
     run, tensors = attention_with_dropout(getattr(dmu, kind), 2, None)
     assert torch.autograd.gradcheck(run, tensors)
 
 
-@pytest.mark.parametrize("kind", ["UlyssesMLAAttention", "GatherKVMLAAttention"])
+@pytest.mark.parametrize("kind", ["UlyssesMLAAttention", "LatentKVMLAAttention", "GatherKVMLAAttention"])
 @pytest.mark.parametrize("parts", [0, -1, "2", 2.5, None, True])
 def test_parts_are_a_number(kind, parts):
-    with pytest.raises(ValueError, match="head_chunks must be a positive number of parts"):
+    with pytest.raises(ValueError, match="head_chunks must be an int >= 1"):
         attention_with_dropout(getattr(dmu, kind), parts, None)
-    with pytest.raises(ValueError, match="head_chunks must be a positive number of parts"):
+    with pytest.raises(ValueError, match="head_chunks must be an int >= 1"):
         dmu.install(head_chunks=parts)
 
 
 def test_a_key_that_is_on_its_way_goes_without_latents():
-    run, (q, latent, shared) = attention_with_dropout(dmu.UlyssesMLAAttention, 1, None)
+    run, (q, latent, shared) = attention_with_dropout(dmu.LatentKVMLAAttention, 1, None)
     pending = dmu.UlyssesMLAAttention(run, None, nope_dim=3, rope_dim=2, value_dim=2).gather_shared_key(shared)
-    with pytest.raises(ValueError, match="with expand the shared key is gathered together with the latents"):
+    with pytest.raises(ValueError, match="LatentKVMLAAttention gathers the shared key together with the latents"):
         run(q, latent, pending)
