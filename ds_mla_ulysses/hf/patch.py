@@ -6,7 +6,7 @@ What is replaced, on this model only (every entry is put back by `Handle.restore
 |-----------------------------|----------------------------------------------------------------------------------|
 | each attention module       | `config` is a copy that names our function; with MLA, `expand_kv` hands the latents through |
 | its projections             | with the latent strategies: a forward that takes heads too                       |
-| the attention module        | with "latent_qkv": a forward on the latents of all tokens (`latents`)            |
+| the attention module        | with "latent_qkv": a forward on the latents of all tokens (`latent_forward`)            |
 | the text model              | `config` is that copy (so no local mask is built); a forward pre-hook            |
 | its rotary embedding        | hooks, where its frequencies depend on the longest position                      |
 | the given model             | a forward pre-hook that refuses what would be wrong on a part of the sequence    |
@@ -37,11 +37,11 @@ from ..comm.group import SequenceGroup, gather_objects, raise_first, split_world
 from ..layout.batch import SHARDED
 from ..layout.documents import Documents, gather_documents
 from ..planner.auto import Auto
-from .calls import NotCopied, by_name, is_given
+from .arguments import NotCopied, by_name, is_given
 from .families import TESTED, AttentionModel, find_attention, is_mla, is_patched
 from .handle import Handle
 from .kernel import LocalKernel, as_autocast
-from .latents import DOCUMENTS
+from .latent_forward import DOCUMENTS
 from .moba import MoBAKernel, kernel_of
 from .strategies import LayerStrategy, check_layer, check_strategy, decide_strategy, strategy_of
 

@@ -32,10 +32,10 @@ from ..planner.auto import Auto, decide
 from ..planner.cost import STRATEGIES, Work
 from ..planner.models import widths_of_config
 from .families import UnsupportedModelError, is_mla, names_of
+from .head_projections import WithHeads, project
 from .kernel import LocalKernel
-from .latents import on_latents
+from .latent_forward import on_latents
 from .moba import MoBAKernel
-from .rows import WithHeads, project
 
 #: Those that take the rows of projections that belong to the own heads.
 _OF_ROWS = {"latent_kv": ("kv_b_proj",), "latent_qkv": ("q_b_proj", "kv_b_proj")}

@@ -30,9 +30,9 @@ from ..comm.group import SequenceGroup
 from ..layout.documents import Documents
 from ..layout.exchange import HeadsToTokens, gather_rows
 from ..layout.widths import MLAWidths
-from .calls import by_name
+from .arguments import by_name
+from .head_projections import project
 from .kernel import as_autocast
-from .rows import project
 
 #: The keyword argument in which the documents of a forward travel to its attention calls.
 DOCUMENTS = "ulysses_documents"
