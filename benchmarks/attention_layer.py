@@ -74,7 +74,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     from ds_mla_ulysses.layout.exchange import HeadsToTokens, gather_rows
     from ds_mla_ulysses.layout.widths import MLAWidths
     from ds_mla_ulysses.planner.auto import Auto, decide
-    from ds_mla_ulysses.planner.cost import Work
+    from ds_mla_ulysses.planner.work import Work
 
     (H, N, R, V), L, Q = PRESETS[args.preset], LATENT_WIDTH, QUERY_LATENT_WIDTHS.get(args.preset)
     T, dtype, group = args.tokens // args.ranks, pairs.DTYPES[args.dtype], SequenceGroup.of(dist.group.WORLD)

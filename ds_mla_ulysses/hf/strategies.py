@@ -29,8 +29,9 @@ from ..comm.group import SequenceGroup
 from ..layout.heads import HeadPartition
 from ..layout.widths import HeadWidths, MLAWidths
 from ..planner.auto import Auto, decide
-from ..planner.cost import STRATEGIES, Work
 from ..planner.models import widths_of_config
+from ..planner.strategies import STRATEGIES
+from ..planner.work import Work
 from .families import UnsupportedModelError, is_mla, names_of
 from .head_projections import WithHeads, project
 from .kernel import LocalKernel
