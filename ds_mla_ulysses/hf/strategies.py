@@ -36,7 +36,7 @@ from ..planner.work import Work
 from .families import UnsupportedModelError, is_mla, names_of
 from .head_projections import WithHeads, project
 from .kernel import LocalKernel
-from .latent_forward import on_latents
+from .latent_forward import check_forward, on_latents
 from .moba import MoBAKernel
 
 #: Those that take the rows of projections that belong to the own heads.
@@ -142,6 +142,8 @@ def check_layer(layer: nn.Module, strategy: str, ranks: int, head_chunks: int = 
                 f"strategy='latent_qkv' would run {kind} on all tokens, whose {', '.join(unknown)} it does not know: "
                 "choose 'latent_kv'."
             )
+        if strategy == "latent_qkv":
+            check_forward(layer)
     for name in _rows_taken(strategy, head_chunks):
         projection = getattr(layer, name)
         if type(projection) is not nn.Linear:
