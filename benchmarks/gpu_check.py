@@ -67,7 +67,7 @@ def over_ranks(strategy: str, head_chunks: int, whole: list[Tensor]) -> list[Ten
     """The same over ranks: the output and gradients of all tokens, the weight's summed."""
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.comm.group import SequenceGroup
-    from ds_mla_ulysses.hf.rows import LinearRows
+    from ds_mla_ulysses.hf.head_projections import LinearRows
     from ds_mla_ulysses.layout.split import local_runs
 
     (H, N, R, V, _), S = WIDTHS, whole[0].shape[1]

@@ -39,7 +39,7 @@ def layer(
 ) -> tuple[Callable, list[Tensor]]:
     """A forward from latents to the output, and its leaves: query, latent, shared key and kv_b_proj's weight."""
     import ds_mla_ulysses as dmu
-    from ds_mla_ulysses.hf.rows import WithHeads
+    from ds_mla_ulysses.hf.head_projections import WithHeads
 
     (H, N, R, V), T, dtype = PRESETS[args.preset], tokens // group.size, pairs.DTYPES[args.dtype]
     q, latent, shared = (

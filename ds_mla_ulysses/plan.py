@@ -11,8 +11,10 @@ from typing import Any
 from .comm.group import SPLITS
 from .hf.configs import find_widths
 from .layout.widths import HeadWidths, MLAWidths
-from .planner.cost import STRATEGIES, Estimate, Machine, Work, choose, estimate, estimates, head_tail, sent_elements
+from .planner.cost import Estimate, choose, estimate, estimates, other_splits, sent_elements
 from .planner.models import PRESETS
+from .planner.strategies import STRATEGIES, names_with_split
+from .planner.work import Machine, Work
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -27,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=_BYTES, default="bf16")
     add("--link-gbps", type=number, default=Machine.link_gbps, help="Gbit/s that a rank sends (default %(default)g)")
     add("--tflops", type=number, default=Machine.tflops, help="of a rank, in products (default %(default)g)")
-    add("--split", choices=SPLITS, default="contiguous", help="which tokens a rank holds, with gather_kv")
+    of_splits = "; ".join(f"{split}: {', '.join(names_with_split(split))}" for split in SPLITS)
+    add("--split", choices=SPLITS, default="contiguous", help=f"which tokens a rank holds ({of_splits})")
     add("--json", action="store_true", help="one object in the place of the table")
     add(
         "--plot", metavar="FILE.png", help="draw what a token sends against the number of ranks, too (needs matplotlib)"
@@ -63,7 +66,7 @@ def plan(args: argparse.Namespace) -> str:
     machine = Machine(args.link_gbps, args.tflops)
     found = estimates(work, machine)
     best, why = choose(found)
-    why += head_tail(work, machine, best)
+    why += other_splits(work, machine, best)
     if args.plot:
         _plot(args.plot, args.model, widths, args.sp)
     if args.json:

@@ -1,4 +1,4 @@
-"""Widths of a model that is not loaded, from its config.json."""
+"""The attention widths of a model that is not loaded, from its config.json."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from ..planner.models import PRESETS, widths_of_config
 
 
 def find_widths(model: str) -> MLAWidths | HeadWidths:
-    """The widths of a preset, of a config.json, or of a folder with one.
+    """Returns the widths of a preset, of a config.json, or of a folder that holds a config.json.
 
-    What a config leaves out is what transformers takes for its model_type: files on the hub name only what differs.
+    Values that a config leaves out are the defaults of transformers for its model_type. Files on the Hub name only the
+    values that differ.
 
     Raises:
-        ValueError: no such preset or file, or not the config of a decoder.
+        ValueError: there is no such preset or file, or the file is not the config of a decoder.
     """
     if model.lower() in PRESETS:
         return PRESETS[model.lower()]
@@ -25,8 +26,8 @@ def find_widths(model: str) -> MLAWidths | HeadWidths:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(
-            f"{model!r} is neither one of {', '.join(PRESETS)} nor a config.json or a folder with one (names of a hub are not "
-            "fetched)."
+            f"{model!r} is neither one of {', '.join(PRESETS)} nor a config.json or a folder with one (names on the "
+            "Hub are not fetched)."
         )
     try:
         config = json.loads(path.read_text())
@@ -36,7 +37,11 @@ def find_widths(model: str) -> MLAWidths | HeadWidths:
 
 
 def _text_config(config: Any) -> Any:
-    """With the attributes of a decoder's config."""
+    """Returns an object with the attributes of a decoder's config.
+
+    Raises:
+        ValueError: the JSON is not an object, or transformers cannot read it.
+    """
     from transformers import CONFIG_MAPPING
 
     if not isinstance(config, dict):
@@ -45,6 +50,6 @@ def _text_config(config: Any) -> Any:
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
         try:
             return CONFIG_MAPPING[kind].from_dict(config).get_text_config(decoder=True)
-        except Exception as error:  # whatever the class of that config raises
+        except Exception as error:  # a config class may raise anything
             raise ValueError(f"transformers cannot read this config of {kind}: {error}") from None
     return _text_config(config["text_config"]) if "text_config" in config else SimpleNamespace(**config)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm.group import SequenceGroup
 from ..layout.shard import LAYOUT, SHIFT_LABELS, ShardLayout
-from .calls import is_given
+from .arguments import is_given
 
 #: The keyword argument that tells the text model's hook what is wrong with the whole model's arguments.
 PROBLEM = "ulysses_problem"

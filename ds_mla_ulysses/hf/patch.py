@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ..comm.group import SequenceGroup
 from ..layout.documents import Documents, gather_documents
 from ..layout.shard import LAYOUT
-from .calls import NotCopied, by_name
+from .arguments import NotCopied, by_name
 from .families import AttentionModel, is_mla
 from .inputs import (
     NO_ATTENTIONS,
@@ -45,7 +45,7 @@ from .inputs import (
     refused_of_text_model,
 )
 from .kernel import LocalKernel, as_autocast
-from .latents import DOCUMENTS
+from .latent_forward import DOCUMENTS
 from .moba import MoBAKernel
 from .strategies import LayerStrategy, strategy_of
 

@@ -30,13 +30,14 @@ from ..comm.group import SequenceGroup
 from ..layout.heads import HeadPartition
 from ..layout.widths import HeadWidths, MLAWidths
 from ..planner.auto import Auto, decide
-from ..planner.cost import STRATEGIES, Work
 from ..planner.models import widths_of_config
+from ..planner.strategies import STRATEGIES
+from ..planner.work import Work
 from .families import UnsupportedModelError, is_mla, names_of
+from .head_projections import WithHeads, project
 from .kernel import LocalKernel
-from .latents import on_latents
+from .latent_forward import check_forward, on_latents
 from .moba import MoBAKernel
-from .rows import WithHeads, project
 
 #: Those that take the rows of projections that belong to the own heads.
 _OF_ROWS = {"latent_kv": ("kv_b_proj",), "latent_qkv": ("q_b_proj", "kv_b_proj")}
@@ -141,6 +142,8 @@ def check_layer(layer: nn.Module, strategy: str, ranks: int, head_chunks: int = 
                 f"strategy='latent_qkv' would run {kind} on all tokens, whose {', '.join(unknown)} it does not know: "
                 "choose 'latent_kv'."
             )
+        if strategy == "latent_qkv":
+            check_forward(layer)
     for name in _rows_taken(strategy, head_chunks):
         projection = getattr(layer, name)
         if type(projection) is not nn.Linear:

@@ -1,1 +1,1 @@
-"""What each strategy sends, computes and holds, and which one is the fastest: numbers, nothing runs."""
+"""What each strategy sends, computes and holds, and which one is the fastest: numbers only, nothing runs."""

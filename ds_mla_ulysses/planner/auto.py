@@ -1,4 +1,4 @@
-"""strategy="auto": decided once, the same on all ranks, from widths, ranks, length, link and rate."""
+"""strategy="auto": chosen once, the same on all ranks, from widths, ranks, sequence length, link and compute rate."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ import torch
 import torch.distributed as dist
 
 from ..comm.group import SequenceGroup
-from .cost import STRATEGIES, Estimate, Machine, Work, choose, estimate, head_tail
+from .cost import Estimate, choose, estimate, other_splits
+from .strategies import STRATEGIES, names_with_split
+from .work import Machine, Work
 
-#: Bytes that a rank sends in the measurement, and the edge of its square products.
+#: The measurement sends this many bytes from each rank, and multiplies square matrices of this size.
 _BYTES, _EDGE = 2**23, 1024
 _REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Auto:
-    """What `strategy="auto"` is decided by; give it in the place of the name.
+    """What `strategy="auto"` bases its choice on; pass it instead of the name "auto".
 
     Attributes:
-        tokens: of all sequences of a micro-batch together; by default 4,096 for each rank, or one sequence if that is more.
-        sequence: tokens of one sequence; by default all are one.
-        link_gbps: Gbit/s that a rank sends to others; measured by default.
-        tflops: 10^12 operations a second in products; measured by default.
-        dtype: that the model trains in; by default that of its parameters, which an engine or autocast may change later.
+        tokens: tokens of all sequences of a micro-batch together. Default: 4,096 for each rank, or one sequence if that
+            is more.
+        sequence: tokens of one sequence. Default: all tokens are one sequence.
+        link_gbps: Gbit/s that a rank sends to other ranks. Measured by default.
+        tflops: 10^12 floating-point operations per second in matrix products. Measured by default.
+        dtype: the dtype that the model trains in. Default: the dtype of its parameters, which an engine or autocast may
+            change later.
+
+    Raises:
+        ValueError: a value that is not positive or has the wrong type.
     """
 
     tokens: int | None = None
@@ -37,6 +44,7 @@ class Auto:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        kinds: tuple[type, ...]
         for names, kinds, of in (
             (("tokens", "sequence"), (int,), "whole number"),
             (("link_gbps", "tflops"), (int, float), "number"),
@@ -52,28 +60,29 @@ class Auto:
 def decide(
     auto: Auto, work: Work, refused: Mapping[str, str], group: SequenceGroup, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, str]:
-    """The strategy and why, the same on every rank of the job; every rank has to call it.
+    """Returns the strategy and the reason, the same on every rank of the job. Every rank has to call it.
 
     Args:
-        work: of one layer; its tokens and the bytes of an element are taken from `auto`.
-        refused: strategies that the model excludes, and why.
+        work: one layer; its tokens and the bytes of an element are replaced by what `auto` says.
+        refused: the strategies that the model excludes, and why.
+        group: the sequence-parallel group.
         dtype, device: of the model's parameters.
 
     Raises:
-        ValueError: no strategy is possible.
+        ValueError: no strategy is possible, or the link cannot be measured.
     """
     if group.size == 1:
-        strategy = "packed" if group.split == "contiguous" else "gather_kv"
+        strategy = names_with_split(group.split)[0]
         return strategy, f"{strategy}: a group of one sends nothing"
     dtype = auto.dtype or dtype
     if auto.link_gbps is None or auto.tflops is None:
         device = _device_of_job(group, device)
     link = auto.link_gbps if auto.link_gbps is not None else _measured_link(group, device)
     rate = auto.tflops if auto.tflops is not None else _measured_rate(dtype, device)
-    # Groups may measure otherwise than each other: what the first rank of the job found holds for all.
-    said = [(link, rate)]
-    dist.broadcast_object_list(said, src=0)
-    machine = Machine(*said[0])
+    # Groups may measure different rates. What the first rank of the job measured is used by all ranks.
+    measured = [(link, rate)]
+    dist.broadcast_object_list(measured, src=0)
+    machine = Machine(*measured[0])
     tokens = auto.tokens or max(4096 * group.size, auto.sequence or 0)
     work = replace(work, tokens=tokens, sequence=auto.sequence, element_bytes=dtype.itemsize)
     found = [Estimate(s, refused[s]) if s in refused else estimate(work, s, machine) for s in STRATEGIES]
@@ -81,7 +90,7 @@ def decide(
     how = [f"measured on {device.type}" if x is None else "given" for x in (auto.link_gbps, auto.tflops)]
     of = "the parameters'" if auto.dtype is None else "given"
     length = "assumed: say Auto(tokens=...)" if auto.tokens is None else "given"
-    why += "" if "gather_kv" in refused else head_tail(work, machine, best)
+    why += other_splits(work, machine, best, excluded=refused)
     return best.strategy, (
         f"{why}; {work.tokens:,} tokens ({length}) on {group.size} ranks, {str(dtype).removeprefix('torch.')} ({of}), "
         f"{machine.link_gbps:.3g} Gbit/s ({how[0]}), {machine.tflops:.3g} TFLOP/s ({how[1]})"
@@ -89,12 +98,16 @@ def decide(
 
 
 def _device_of_job(group: SequenceGroup, device: torch.device) -> torch.device:
-    """Where ranks will compute and send from: a model is often still on the CPU, or on meta, when it is parallelized."""
+    """Returns the device on which the job will run. A model is often still on the CPU or on meta when it is parallelized.
+
+    Raises:
+        ValueError: the model is on the CPU, over which the job's backend cannot send.
+    """
     if device.type not in ("cpu", "meta"):
         return device
     named = dist.get_backend_config(group.process_group)
     backends = dict(part.split(":") for part in named.split(","))
-    # gloo is named for accelerators too, wherever it is asked for; no job on them chooses it.
+    # A gloo backend is registered for accelerators too, but jobs on accelerators do not use it.
     accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend != "gloo"]
     if accelerators:
         return torch.device(accelerators[0], torch.accelerator.current_device_index())
@@ -107,7 +120,7 @@ def _device_of_job(group: SequenceGroup, device: torch.device) -> torch.device:
 
 
 def _measured_link(group: SequenceGroup, device: torch.device) -> float:
-    """Gbit/s that a rank sends to others in an all-to-all of its group."""
+    """Returns the Gbit/s that a rank sends to other ranks in an all-to-all of its group."""
     part = _BYTES // (group.size - 1)
     out, x = (torch.empty(group.size * part, dtype=torch.uint8, device=device).zero_() for _ in range(2))
 
@@ -118,13 +131,13 @@ def _measured_link(group: SequenceGroup, device: torch.device) -> float:
 
 
 def _measured_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """10^12 operations a second of a square product."""
+    """Returns the 10^12 operations per second of a product of square matrices."""
     a, b = (torch.ones(_EDGE, _EDGE, dtype=dtype, device=device) for _ in range(2))
     return 2e-12 * _EDGE**3 / _shortest(lambda: a @ b, device)
 
 
 def _shortest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of some runs, behind one that is not counted."""
+    """Returns the seconds of the fastest of several runs, after one warm-up run."""
     found = []
     for _ in range(_REPEATS + 1):
         begin = time.perf_counter()

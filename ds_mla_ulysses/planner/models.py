@@ -1,4 +1,4 @@
-"""The attention widths of models: by name, or of a config."""
+"""The attention widths of well-known models, and of any model config."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ PRESETS: dict[str, MLAWidths] = {
 
 
 def widths_of_config(text: Any) -> MLAWidths | HeadWidths:
-    """The widths that a config names, by the attributes that transformers gives it.
+    """Reads the widths of the attention layers from a config, by the attribute names of transformers.
 
     Args:
-        text: the config of a decoder; of a model with several, that of its text part.
+        text: the config of a decoder. For a model with several parts, the config of its text model.
 
     Raises:
-        ValueError: a number is missing, or is none.
+        ValueError: a width is missing or is not a positive whole number.
     """
     heads = _number(text, "num_attention_heads")
-    latent = _if_said(text, "kv_lora_rank")
+    latent = _number_or_none(text, "kv_lora_rank")
     if latent is not None:
-        of_head = (_number(text, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        return MLAWidths(heads, *of_head, latent, _if_said(text, "q_lora_rank"))
-    width = _if_said(text, "head_dim") or _number(text, "hidden_size") // heads
-    return HeadWidths(heads, _if_said(text, "num_key_value_heads") or heads, width, width)
+        nope, rope, value = (_number(text, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        return MLAWidths(heads, nope, rope, value, latent, _number_or_none(text, "q_lora_rank"))
+    width = _number_or_none(text, "head_dim") or _number(text, "hidden_size") // heads
+    return HeadWidths(heads, _number_or_none(text, "num_key_value_heads") or heads, width, width)
 
 
 def _number(text: Any, name: str) -> int:
-    value = _if_said(text, name)
+    value = _number_or_none(text, name)
     if value is None:
         raise ValueError(f"the config says no {name}: name it there, or a model_type that transformers knows.")
     return value
 
 
-def _if_said(text: Any, name: str) -> int | None:
+def _number_or_none(text: Any, name: str) -> int | None:
     value = getattr(text, name, None)
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"the config says {name} {value!r}, which must be a positive whole number.")

@@ -1,5 +1,10 @@
 """Every strategy but packed in models: what test_parity.py and its neighbours say of packed."""
 
+import functools
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from models import (
@@ -263,6 +268,81 @@ def add_gate(model):
     layer.__class__ = Gated
 
 
+def other_method(model):
+    """A method in the place of the layers' forward, which calls a helper and the forward of the class."""
+    for layer in model.model.layers:
+
+        class Halved(type(layer.self_attn)):
+            @property
+            def half(self):
+                return self.o_proj
+
+            def forward(self, hidden_states, *args, **kwargs):
+                assert self.expand_kv and self.get_interface and self.half is self.o_proj
+                return self.halve(*super().forward(hidden_states, *args, **kwargs))
+
+            def halve(self, out, weights):
+                assert isinstance(self, __class__) and self.training and self.q_b_proj.weight.requires_grad
+                return out / 2, weights
+
+        layer.self_attn.get_interface = True
+        layer.self_attn.__class__ = Halved
+
+
+def offloading_hooks(model):
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Doubles(ModelHook):
+        def post_forward(self, module, output):
+            return output[0] * 2, output[1]
+
+    for layer in model.model.layers:
+        add_hook_to_module(layer.self_attn, Doubles())
+
+
+def bound_to_the_module(model):
+    for layer in model.model.layers:
+        layer.self_attn.forward = types.MethodType(type(layer.self_attn).forward, layer.self_attn)
+
+
+OTHER_FORWARDS = {f.__name__: f for f in (other_method, offloading_hooks, bound_to_the_module)}
+
+
+def with_other_forward(name):
+    plain, model = tiny_model("deepseek_v3"), tiny_model("deepseek_v3")
+    for m in (plain, model):
+        m.train()
+        OTHER_FORWARDS[name](m)
+    want = reference_step(plain, packed_batch(DOCUMENTS))
+    loss, grads, _ = sharded_step(model, packed_batch(DOCUMENTS), dmu.parallelize(model, strategy="latent_qkv"))
+    assert abs(loss - want[0]) <= 1e-8
+    assert_gradients(grads, want[1], 1e-6)
+
+
+@pytest.mark.parametrize("name", OTHER_FORWARDS)
+def test_forwards_that_were_replaced_by_methods(name):
+    """The stand-in of latent_qkv has the module's methods, properties and class, and offloading hooks run on it."""
+    run_ranks(2, with_other_forward, name)
+
+
+def with_a_closure():
+    model = tiny_model("deepseek_v3")
+    layer = model.model.layers[1].self_attn
+    original = layer.forward
+
+    @functools.wraps(original)
+    def forward(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    layer.forward = forward
+    dmu.parallelize(model, strategy="latent_qkv")
+
+
+def test_forwards_that_were_replaced_by_functions():
+    message = "DeepseekV3Attention.forward was replaced by <function .*, which is not a method .* choose 'latent_kv'"
+    raises_on_ranks(2, dmu.UnsupportedModelError, message, with_a_closure)
+
+
 @pytest.mark.parametrize(
     "what,strategy,message",
     [
@@ -378,6 +458,80 @@ def gathers_of_positions(layers):
 
 def test_positions_are_gathered_once():
     assert run_ranks(2, gathers_of_positions, 2) == run_ranks(2, gathers_of_positions, 4)
+
+
+def two_calls(way, order):
+    """Outputs and gradients of two calls of one layer: one after the other, one inside the other, or in two threads."""
+    from ds_mla_ulysses.hf.latent_forward import DOCUMENTS
+    from ds_mla_ulysses.layout.documents import Documents
+
+    model = tiny_model("deepseek_v3")
+    handle = dmu.parallelize(model, **WAYS[way])
+    layer, rotary = model.model.layers[1].self_attn, model.model.rotary_emb
+    T, calls, outs, inputs = 8, 0, [None, None], []
+    torch.manual_seed(5 + handle.group.rank)
+    for call in range(2):
+        starts = torch.zeros(1, T * handle.group.size, dtype=torch.bool)
+        starts[:, [0, 5 + call]] = True
+        x = torch.randn(1, T, 48, dtype=torch.float64, requires_grad=True)
+        positions = torch.arange(call, call + T)[None]
+        inputs.append((x, rotary(x.detach(), positions), Documents(starts)))
+
+    def forward(call):
+        x, embeddings, documents = inputs[call]
+        settings = {"position_embeddings": embeddings, "attention_mask": None, DOCUMENTS: documents}
+        outs[call] = layer(hidden_states=x, **settings)[0]
+
+    # In the order in which two threads go on: the first to the middle, the second to the middle, both to their ends.
+    second_starts, first_goes_on, second_goes_on = (threading.Event() for _ in range(3))
+
+    def in_the_middle(module, args):
+        nonlocal calls
+        calls += 1
+        if order == "nested" and calls == 1:
+            forward(1)
+        if order == "threads":
+            (second_starts if calls == 1 else first_goes_on).set()
+            assert (first_goes_on if calls == 1 else second_goes_on).wait(60)
+
+    def in_a_thread(call, before, after):
+        assert before is None or before.wait(60)
+        try:
+            forward(call)
+        finally:
+            after.set()
+
+    layer.kv_b_proj.register_forward_pre_hook(in_the_middle)
+    if order == "threads":
+        with ThreadPoolExecutor(2) as pool:
+            done = [
+                pool.submit(in_a_thread, 0, None, second_goes_on),
+                pool.submit(in_a_thread, 1, second_starts, first_goes_on),
+            ]
+        for future in done:
+            future.result()
+    else:
+        forward(0)
+        if order == "one after the other":
+            forward(1)
+    assert calls == 2
+    for out in outs:  # one by one, since gradients are accumulated in the order of the backward
+        out.square().sum().backward()
+    found = [*(out.detach() for out in outs), *(x.grad for x, *_ in inputs)]
+    return found + [p.grad for p in layer.parameters() if p.grad is not None]
+
+
+def runs_twice_at_once(way, order):
+    want, got = two_calls(way, "one after the other"), two_calls(way, order)
+    assert len(want) == len(got) > 8
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("order", ["nested", "threads"])
+@EVERY_WAY
+def test_one_layer_twice_at_once(way, order):
+    """Nothing of a call is kept on the module."""
+    run_ranks(2, runs_twice_at_once, way, order)
 
 
 def with_hooks(way):

@@ -55,7 +55,7 @@ def layer_on_eight_ranks(strategy):
     model = DeepseekV3ForCausalLM(config).bfloat16()
     inputs = torch.zeros(1, T, 32, dtype=torch.bfloat16)
     dmu.parallelize(model, strategy=strategy, group=fake_group())
-    from ds_mla_ulysses.hf.latents import DOCUMENTS
+    from ds_mla_ulysses.hf.latent_forward import DOCUMENTS
     from ds_mla_ulysses.layout.documents import Documents
 
     starts = torch.zeros(1, T * RANKS, dtype=torch.bool)

@@ -8,8 +8,9 @@ from rank_pool import run_ranks
 from ds_mla_ulysses.cli import main
 from ds_mla_ulysses.hf.configs import find_widths
 from ds_mla_ulysses.layout.widths import HeadWidths, MLAWidths
-from ds_mla_ulysses.planner.cost import Machine, Work, choose, estimate, estimates, sent_elements
+from ds_mla_ulysses.planner.cost import choose, estimate, estimates, sent_elements
 from ds_mla_ulysses.planner.models import PRESETS
+from ds_mla_ulysses.planner.work import Machine, Work
 
 V3 = PRESETS["deepseek-v3"]
 
@@ -119,7 +120,7 @@ def test_bytes_are_those_that_the_meter_counts():
         ((status, *answer),) = pool.call(counted, (CASES,), {}, 200)
     finally:
         pool.kill()
-    assert status == "ok", answer
+    assert status == "ok", answer[1]
     for (widths, strategy, ranks, rank), got in zip(CASES, answer[0], strict=True):
         assert tuple(got) == sent_elements(widths, strategy, ranks, rank), (widths, strategy, ranks, rank)
 

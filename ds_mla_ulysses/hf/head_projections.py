@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .calls import NotCopied
+from .arguments import NotCopied
 
 
 class WithHeads(NotCopied):

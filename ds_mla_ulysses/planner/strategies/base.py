@@ -1,0 +1,153 @@
+"""What every strategy answers: which layers it refuses, and what it sends, computes and holds. Nothing runs here.
+
+Letters, of widths and counts:
+    H query heads of the layer          N key width without position
+    G KV heads of the layer             R width of the shared RoPE key
+    M(p) query heads of rank p          K = N + R, query and key width
+    J(p) KV heads of rank p             V value width
+    n ranks of the group, r this rank   P = N + V, packed key and value of one head
+    L latent width of keys and values   Q latent width of queries
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...layout.heads import HeadPartition
+from ...layout.widths import HeadWidths, MLAWidths
+from ..work import Work
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a strategy is impossible for a layer.
+
+    Attributes:
+        reason: a few words, for a table.
+        sentence: the error for the user, with `{layer}` in the place of the layer's class name.
+    """
+
+    reason: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What the rank with the most work computes of one layer, forward.
+
+    Attributes:
+        attention: its share of the attention scores, divided by the mean share of all ranks.
+        expanded: pairs of a token and a head whose key and value it computes from the KV latent.
+        queries: pairs of a token and a head whose query it computes from the query latent.
+    """
+
+    attention: float
+    expanded: float
+    queries: float
+
+
+@dataclass(frozen=True)
+class Description:
+    """One row of the documentation's table of strategies.
+
+    Attributes:
+        layers: the layers that the row is about.
+        exchange: which tensors travel and how.
+        forward, backward: elements that rank r sends per local token, as formulas in this file's letters.
+    """
+
+    layers: str
+    exchange: str
+    forward: str
+    backward: str
+
+
+MLA_LAYERS, HEAD_LAYERS = "MLA", "MHA, GQA, MQA"
+
+
+class Strategy(ABC):
+    """One strategy in numbers and rules. Instances have no state.
+
+    Attributes:
+        name: what users pass as `strategy=`.
+        descriptions: one for each kind of layer that the strategy supports.
+        splits: which splits of a sequence the strategy supports.
+        exchanges_heads: whether each rank attends with some of the heads. There must then be a head for every rank.
+    """
+
+    name: ClassVar[str]
+    descriptions: ClassVar[tuple[Description, ...]]
+    splits: ClassVar[tuple[str, ...]] = ("contiguous",)
+    exchanges_heads: ClassVar[bool] = True
+
+    def refusal(self, mla: MLAWidths | None) -> Refusal | None:
+        """Says why layers of these widths are refused, if they are.
+
+        Args:
+            mla: the widths of an MLA layer; None for a layer of any other kind.
+        """
+        return None
+
+    def sliced_projections(self, head_chunks: int) -> tuple[str, ...]:
+        """Names the projections of an MLA module that are computed for some heads only, from rows of their weights."""
+        return ()
+
+    @abstractmethod
+    def sent_elements(self, widths: MLAWidths | HeadWidths, ranks: int, rank: int) -> tuple[int, int]:
+        """Returns the elements that `rank` sends to other ranks per local token, (forward, backward).
+
+        The numbers are exact, also if the number of heads is not divisible by the number of ranks.
+        """
+
+    @abstractmethod
+    def collectives(self, widths: MLAWidths | HeadWidths) -> int:
+        """Returns the number of collective calls of forward and backward together, without head chunks."""
+
+    @abstractmethod
+    def computed(self, work: Work) -> Computed:
+        """Returns what the rank with the most work computes."""
+
+    def kv_heads(self, widths: MLAWidths | HeadWidths, ranks: int) -> int:
+        """Returns the most heads whose keys and values a rank holds, for all tokens, while it attends."""
+        return self.most_heads(widths, ranks)
+
+    def most_heads(self, widths: MLAWidths | HeadWidths, ranks: int) -> int:
+        """Returns the most query heads that a rank attends with."""
+        return HeadPartition(widths.heads, ranks).count(0) if self.exchanges_heads else widths.heads
+
+    def imbalance_of_heads(self, work: Work) -> float:
+        """Returns the most heads of a rank divided by the mean of all ranks."""
+        return self.most_heads(work.widths, work.ranks) * work.ranks / work.widths.heads
+
+    def refused(self, work: Work) -> str | None:
+        """Says in a few words why the strategy is impossible for this work, if it is."""
+        widths = work.widths
+        refusal = self.refusal(widths if isinstance(widths, MLAWidths) else None)
+        if refusal is not None:
+            return refusal.reason
+        if self.exchanges_heads and widths.heads < work.ranks:
+            return f"{widths.heads} heads are fewer than the ranks"
+        return None
+
+
+def sent_by_heads(
+    widths: MLAWidths | HeadWidths, ranks: int, rank: int, per_head: int, gathered: int
+) -> tuple[int, int]:
+    """Returns what a strategy sends that distributes heads, all-gathers, and returns the output to its tokens.
+
+    Forward: sum over the other ranks of M(p) * per_head, M(r) * V * (n-1), gathered * (n-1).
+    Backward: M(r) * per_head * (n-1), sum over the other ranks of M(p) * V, gathered * (n-1).
+
+    Args:
+        per_head: elements of a token and head that are sent to the head's rank.
+        gathered: elements of a token that are sent to every other rank.
+
+    Returns:
+        elements per local token, (forward, backward).
+    """
+    local, others = HeadPartition(widths.heads, ranks).count(rank), ranks - 1
+    remote = widths.heads - local
+    forward = remote * per_head + local * others * widths.value + gathered * others
+    return forward, local * others * per_head + remote * widths.value + gathered * others

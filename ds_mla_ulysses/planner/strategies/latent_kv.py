@@ -1,0 +1,46 @@
+"""latent_kv: the numbers and rules of gathering KV latents. See `base` for the letters."""
+
+from __future__ import annotations
+
+from ...layout.widths import HeadWidths, MLAWidths
+from ..work import Work
+from .base import MLA_LAYERS, Computed, Description, Refusal, Strategy, sent_by_heads
+
+
+class LatentKV(Strategy):
+    """Queries travel by heads. KV latents are all-gathered, and each rank expands its local heads of all tokens."""
+
+    name = "latent_kv"
+    descriptions = (
+        Description(
+            MLA_LAYERS,
+            "queries travel by heads; the KV latent and the shared RoPE key are gathered; each rank expands its local heads",
+            "Σ M(p)K + M(r)V(n-1) + (L+R)(n-1)",
+            "M(r)K(n-1) + Σ M(p)V + (L+R)(n-1)",
+        ),
+    )
+
+    def refusal(self, mla: MLAWidths | None) -> Refusal | None:
+        if mla is not None:
+            return None
+        return Refusal(
+            "no latents",
+            f"strategy={self.name!r} is for MLA, {{layer}} has no latents: choose 'packed' or 'gather_kv'.",
+        )
+
+    def sliced_projections(self, head_chunks: int) -> tuple[str, ...]:
+        return ("kv_b_proj",)
+
+    def sent_elements(self, widths: MLAWidths | HeadWidths, ranks: int, rank: int) -> tuple[int, int]:
+        assert isinstance(widths, MLAWidths)
+        return sent_by_heads(widths, ranks, rank, widths.key, widths.latent + widths.rope)
+
+    def collectives(self, widths: MLAWidths | HeadWidths) -> int:
+        return 6
+
+    def computed(self, work: Work) -> Computed:
+        return Computed(
+            self.imbalance_of_heads(work),
+            expanded=work.tokens * self.most_heads(work.widths, work.ranks),
+            queries=work.tokens / work.ranks * work.widths.heads,
+        )
