@@ -22,7 +22,7 @@ import ds_mla_ulysses as dmu
 from ds_mla_ulysses.hf.moba import MoBAFunction
 
 # Blocks of 4 and three a query in up to 33 tokens. The oracle masks the scores of each document run alone.
-BLOCKS = dict(moba_chunk_size=4, moba_topk=3)
+BLOCKS = dict(block_size=4, top_k=3)
 NAMES = {
     "moba": dmu.MoBAConfig(**BLOCKS),
     "moba_oracle": dmu.MoBAConfig(**BLOCKS, implementation="reference"),
@@ -197,7 +197,7 @@ def test_each_layer_has_its_blocks(monkeypatch):
         return call(*args, **kwargs)
 
     monkeypatch.setattr(moba, "moba_attention", spy)
-    config = dmu.MoBAConfig(moba_chunk_size=(4, 8, 2, 16), moba_topk=(2, 3, 4, 5), full_attention_layers=(1,))
+    config = dmu.MoBAConfig(block_size=(4, 8, 2, 16), top_k=(2, 3, 4, 5), full_attention_layers=(1,))
     dmu.register_moba(config, "moba_by_layer")
     for family in ("llama", "longcat_flash"):
         seen.clear()
@@ -243,7 +243,7 @@ def saves_it(folder):
     for family in ("deepseek_v3", "kimi_k25"):
         model = tiny_model(family, attn_implementation="moba")
         dmu.parallelize(model)
-        assert model.config.get_text_config().moba["moba_topk"] == 3
+        assert model.config.get_text_config().moba["top_k"] == 3
         if torch.distributed.get_rank() == 0:
             model.config.save_pretrained(f"{folder}/{family}")
             config = AutoConfig.from_pretrained(f"{folder}/{family}").get_text_config()
