@@ -1,9 +1,39 @@
 """Inputs of MoBA tests, and the outputs and gradients that they compare."""
 
+import itertools
+
+import pytest
 import torch
 import torch.nn.functional as F
 
 from ds_mla_ulysses.moba import moba_attn_varlen
+
+matrix = pytest.mark.matrix
+
+
+def product(**axes):
+    """Parametrizes a test with the product of all axes, most of it under the marker `matrix`.
+
+    Unmarked are cases that together contain every pair of values of two axes, or every value if there are two axes.
+    """
+    cases = list(itertools.product(*axes.values()))
+    strength = min(2, len(axes) - 1)
+
+    def kinds(case):
+        return set(itertools.combinations(enumerate(case), strength))
+
+    missing, kept = set().union(*map(kinds, cases)), []
+    while missing:
+        best = max(cases, key=lambda case: len(kinds(case) & missing))
+        missing -= kinds(best)
+        kept.append(best)
+    values = [pytest.param(*case, marks=() if case in kept else matrix) for case in cases]
+    return pytest.mark.parametrize(",".join(axes), values)
+
+
+def seeds(count, kept):
+    """Parametrizes a test with `count` seeds, those from `kept` on under the marker `matrix`."""
+    return pytest.mark.parametrize("seed", [pytest.param(i, marks=() if i < kept else matrix) for i in range(count)])
 
 
 def inputs(S, H=2, G=None, K=16, V=None, T=None, dtype=torch.float64, seed=0):

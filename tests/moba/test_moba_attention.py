@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from moba_cases import check_exact, inputs, random_case, run
+from moba_cases import check_exact, inputs, matrix, product, random_case, run, seeds
 
 from ds_mla_ulysses.moba import (
     api,
@@ -45,9 +45,7 @@ def test_the_definition(implementation, T, S, H, G, block_size, top_k):
     torch.testing.assert_close(out, by_definition(*qkv, block_size, top_k, 0.7), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 16, 60, 64, 128])
-@pytest.mark.parametrize("top_k", [1, 2, 3, 5])
-@pytest.mark.parametrize("S", [1, 61, 128, 251])
+@product(S=[1, 61, 128, 251], top_k=[1, 2, 3, 5], block_size=[1, 5, 16, 60, 64, 128])
 def test_odd_sizes(S, block_size, top_k):
     check_exact(inputs(S, 2, 1, 8, seed=S + block_size), None, block_size, top_k)
 
@@ -61,7 +59,7 @@ def test_routed_calls_of_several_tiles():
     check_exact(inputs(700, 8, 1, 4), None, 50, 4)  # up to 5600 rows of one KV head pick a block
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12, kept=6)
 def test_documents(seed):
     """Random documents, also empty ones, with all queries or only the last ones, grouped heads and unequal widths."""
     qkv, cu, block_size, top_k, settings = random_case(seed)
@@ -113,10 +111,10 @@ def errors(got, want):
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, want, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("S,block_size,top_k", [(700, 50, 4), (900, 300, 2), (800, 16, 30)])
-def test_rounding(dtype, S, block_size, top_k, monkeypatch):
+@product(dtype=[torch.bfloat16, torch.float16, torch.float32], sizes=[(700, 50, 4), (900, 300, 2), (800, 16, 30)])
+def test_rounding(dtype, sizes, monkeypatch):
     """The error is little more than that of dense attention, however many partial results are summed."""
+    S, block_size, top_k = sizes
     qkv = inputs(S, 4, 2, 32, dtype=dtype)
     blocks = moba_select(*qkv[:2], None, block_size, top_k)
     wide = [x.detach().double().requires_grad_() for x in qkv]
@@ -127,7 +125,7 @@ def test_rounding(dtype, S, block_size, top_k, monkeypatch):
     assert all(0 < mine <= 1.4 * theirs for mine, theirs in zip(found, dense, strict=True)), (found, dense)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=matrix), torch.bfloat16])
 def test_two_runs_give_the_same_bits(dtype):
     torch.set_num_threads(2)
     qkv = inputs(700, 4, 1, 32, dtype=dtype)

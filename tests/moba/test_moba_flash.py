@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from moba_cases import inputs, random_case, run
+from moba_cases import inputs, product, random_case, run, seeds
 
 from ds_mla_ulysses.moba import api, flash_implementation, moba_attention, moba_attn_varlen, moba_select
 from ds_mla_ulysses.moba.boundaries import Document
@@ -101,14 +101,12 @@ def check_exact(qkv, cu, block_size, top_k, **settings):
 # Exactness.
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 16, 60, 64, 128])
-@pytest.mark.parametrize("top_k", [1, 2, 3, 5])
-@pytest.mark.parametrize("S", [1, 61, 251])
+@product(S=[1, 61, 251], top_k=[1, 2, 3, 5], block_size=[1, 5, 16, 60, 64, 128])
 def test_odd_sizes(operator, S, block_size, top_k):
     check_exact(inputs(S, 2, 1, 8, seed=S + block_size), None, block_size, top_k)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@seeds(24, kept=8)
 def test_documents(operator, seed):
     """Random documents, also empty ones, with all queries or only the last ones, grouped heads and unequal widths."""
     qkv, cu, block_size, top_k, settings = random_case(seed)
@@ -283,10 +281,10 @@ def errors(got, want):
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, want, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("S,block_size,top_k", [(500, 50, 4), (400, 130, 2), (400, 16, 20)])
-def test_rounding(operator, dtype, S, block_size, top_k, monkeypatch):
+@product(dtype=[torch.bfloat16, torch.float16], sizes=[(500, 50, 4), (400, 130, 2), (400, 16, 20)])
+def test_rounding(operator, dtype, sizes, monkeypatch):
     """The error is little more than that of dense attention, however many partial results are summed."""
+    S, block_size, top_k = sizes
     qkv = inputs(S, 4, 2, 32, dtype=dtype)
     blocks = moba_select(*qkv[:2], None, block_size, top_k)
     exact = [x.detach().double().requires_grad_() for x in qkv]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from moba_cases import inputs, random_documents
+from moba_cases import inputs, product, random_documents
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_mla_ulysses.moba import moba_select, routing
@@ -37,9 +37,7 @@ def test_the_oracle_picks_the_same(seed):
     check_against_oracle(q, k, cu, [1, 5, 16, 40][seed // 2], 2 + seed % 5)
 
 
-@pytest.mark.parametrize("tile", [16, 50, 1024])
-@pytest.mark.parametrize("top_k", [2, 3, 6])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@product(dtype=[torch.float64, torch.float32, torch.bfloat16], top_k=[2, 3, 6], tile=[16, 50, 1024])
 def test_ties(dtype, top_k, tile, monkeypatch):
     """With small integers, scores are exact in any dtype and most of them tie."""
     monkeypatch.setattr(routing, "_TILE_QUERIES", (tile, tile))

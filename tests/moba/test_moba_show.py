@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from moba_cases import inputs
+from moba_cases import inputs, product
 
 from ds_mla_ulysses.moba import moba_select, show
 from ds_mla_ulysses.moba.boundaries import read_documents
@@ -23,9 +23,7 @@ def masks(q, k, cu_q, cu_k, block_size, top_k):
     return attended, past, current
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("block_size", [1, 8, 19, 64])
+@product(block_size=[1, 8, 19, 64], last=[False, True], top_k=[1, 2, 3])
 def test_cells(block_size, last, top_k):
     cu_k = torch.tensor([0, 50, 50, 57, 150])
     cu_q = torch.tensor([0, 13, 13, 14, 80]) if last else cu_k
