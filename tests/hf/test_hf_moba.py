@@ -288,13 +288,21 @@ def test_registration():
 @pytest.mark.parametrize(
     "family,what,config",
     [
-        ("qwen2", "layer 0 has a sliding window of 8 tokens, which MoBA does not support: add 0 to full_attention_layers", {}),
+        (
+            "qwen2",
+            "layer 0 has a sliding window of 8 tokens, which MoBA does not support: add 0 to full_attention_layers",
+            {},
+        ),
         ("mistral", "layer 0 has a sliding window of 8 tokens", {}),
         ("gemma2", r"layer 0 has a soft cap \(softcap=50.0\)", {}),
         ("gpt_oss", r"layer 0 has attention sinks \(s_aux\)", {}),
-        ("llama", r"MoBA has no attention dropout \(0.1\): set config.attention_dropout = 0.0", dict(attention_dropout=0.1)),
+        (
+            "llama",
+            r"MoBA has no attention dropout \(0.1\): set config.attention_dropout = 0.0",
+            dict(attention_dropout=0.1),
+        ),
     ],
-)  # fmt: skip
+)
 def test_refused_by_name(family, what, config):
     with pytest.raises(ValueError, match=what):
         reference_step(moba_model(family, **config), random_batch(1, 20))

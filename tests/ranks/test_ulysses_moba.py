@@ -55,8 +55,8 @@ def check(
     places = torch.arange(T * group.size)
     mine = places[group.rank * T : (group.rank + 1) * T]
     if split == "head_tail":
-        chunks = places.chunk(2 * group.size)
-        mine = torch.cat([chunks[group.rank], chunks[-1 - group.rank]])
+        runs = places.chunk(2 * group.size)
+        mine = torch.cat([runs[group.rank], runs[-1 - group.rank]])
     flip = (lambda x: x.transpose(0, 1)) if batch_dim_idx == 1 else (lambda x: x)
     config = MoBAConfig(block_size=block_size, top_k=top_k, implementation=implementation)
     attention = dmu.UlyssesMoBAAttention(config, group, strategy)
