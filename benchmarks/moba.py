@@ -1,10 +1,12 @@
-"""Time and memory of MoBA against dense causal attention, forward and backward, on a CPU.
+"""Compares MoBA with dense causal attention on a CPU: time and memory of forward and backward.
 
-    python benchmarks/moba.py --tokens 4096 16384 65536 --block 512 --topk 3 --threads 1 2
+    python benchmarks/moba.py --tokens 4096 16384 65536 --block-size 512 --top-k 3 --threads 1 2
 
-Both sides run in one process, alternating; the minimum of the pairs (fewer of them where a dense step is
-long, see --seconds). Dense is torch's scaled_dot_product_attention, which is its flash operator here. Memory
-is what the resident size of a fresh process grows by at most, inputs and gradients included.
+Both sides run in one process, alternating, and the fastest of several runs counts. Long dense steps are repeated less
+often: see --seconds. Dense attention is torch's scaled_dot_product_attention, which calls torch's flash operator here.
+Memory is the growth of the peak resident size of a fresh process, including inputs and gradients.
+
+Letters: B batch · S tokens · D head width.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Step:
-    """Forward and backward of one side; the inputs are views of one buffer of [B, S, heads, D]."""
+    """Forward and backward of one side. The inputs are [B, S, heads, D]."""
 
     def __init__(self, args: argparse.Namespace, tokens: int) -> None:
         generator = torch.Generator().manual_seed(tokens)
         shapes = [(1, tokens, heads, args.dim) for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)]
         *leaves, self.grad = (torch.randn(s, generator=generator).to(DTYPES[args.dtype]) for s in shapes)
         self.inputs = [x.requires_grad_() for x in leaves]
-        self.block, self.topk, self.grouped = args.block, args.topk, args.heads != args.kv_heads
+        self.block_size, self.top_k, self.grouped = args.block_size, args.top_k, args.heads != args.kv_heads
 
     def __call__(self, side: str) -> None:
         for x in self.inputs:
             x.grad = None
         if side == "moba":
-            out = moba_attention(*self.inputs, self.block, self.topk)
+            out = moba_attention(*self.inputs, self.block_size, self.top_k)
         else:
             q, k, v = (x.transpose(1, 2) for x in self.inputs)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped).transpose(1, 2)
@@ -49,7 +51,7 @@ class Step:
 
 
 def times(args: argparse.Namespace, tokens: int) -> dict[str, dict]:
-    """Milliseconds of both sides on each number of threads; the number of pairs."""
+    """Returns for each number of threads: milliseconds of both sides, their ratio, and the number of pairs."""
     step, found = Step(args, tokens), {}
     for threads in args.threads:
         torch.set_num_threads(threads)
@@ -68,7 +70,7 @@ def times(args: argparse.Namespace, tokens: int) -> dict[str, dict]:
 
 
 def memory(argv: list[str], tokens: int) -> dict[str, float]:
-    """MiB of both sides, each in a process of its own."""
+    """Returns the MiB of both sides, each measured in a fresh process."""
     found = {}
     for side in SIDES:
         command = [sys.executable, __file__, *argv, "--tokens", str(tokens), "--memory-of", side]
@@ -77,15 +79,15 @@ def memory(argv: list[str], tokens: int) -> dict[str, float]:
 
 
 def peak() -> int:
-    """KiB. Not getrusage's: a process inherits that from the one that started it."""
+    """Returns KiB. getrusage would not do: a process inherits its peak from its parent."""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
 def print_memory(args: argparse.Namespace) -> None:
     torch.set_num_threads(max(args.threads))
-    small = argparse.Namespace(**vars(args) | {"block": 64, "topk": 3})
-    Step(small, 512)(args.memory_of)  # what libraries keep for themselves
+    small = argparse.Namespace(**vars(args) | {"block_size": 64, "top_k": 3})
+    Step(small, 512)(args.memory_of)  # libraries allocate their buffers in the first call
     before = peak()
     Step(args, args.tokens[0])(args.memory_of)
     print(round((peak() - before) / 1024, 1))
@@ -94,15 +96,15 @@ def print_memory(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
-    parser.add_argument("--block", type=int, default=512)
-    parser.add_argument("--topk", type=int, default=3)
+    parser.add_argument("--block-size", type=int, default=512)
+    parser.add_argument("--top-k", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, help="as many as heads by default")
+    parser.add_argument("--kv-heads", type=int, help="the number of heads by default")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=120, help="no further pair after that")
+    parser.add_argument("--seconds", type=float, default=120, help="start no further pair after this time")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--memory-of", choices=SIDES, help=argparse.SUPPRESS)
@@ -111,7 +113,7 @@ def main() -> None:
     if args.memory_of:
         return print_memory(args)
     argv = []
-    for name in ("block", "topk", "heads", "kv_heads", "dim", "dtype"):
+    for name in ("block_size", "top_k", "heads", "kv_heads", "dim", "dtype"):
         argv += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     rows = []
     for tokens in args.tokens:

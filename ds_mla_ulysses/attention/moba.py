@@ -1,7 +1,7 @@
-"""DeepSpeed Ulysses with Mixture of Block Attention inside: every query gates over the whole sequence.
+"""DeepSpeed Ulysses with MoBA as the local attention: every query picks its blocks from the whole sequence.
 
-Letters: B batch · T this rank's tokens · S all tokens (T * ranks) · H all query heads · M query heads here · G all
-key/value heads · J key/value heads here · K query and key width · V value width.
+Letters: B batch · T local tokens · S all tokens (T * ranks) · H all query heads · M local query heads ·
+G all KV heads · J local KV heads · K query and key width · V value width.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _STRATEGIES = {"packed": UlyssesAttention, "gather_kv": GatherKVAttention}
 class UlyssesMoBAAttention(SequenceAttention):
     """DeepSpeed's `DistributedAttention` whose local attention is MoBA over the whole sequence.
 
-    | strategy    | what travels                                                | see                 |
-    |-------------|-------------------------------------------------------------|---------------------|
-    | "packed"    | q, k, v in one all-to-all; the output in another            | `UlyssesAttention`  |
-    | "gather_kv" | k and v in one all-gather; queries and output stay          | `GatherKVAttention` |
+    | strategy    | collectives in forward                                        | see                 |
+    |-------------|---------------------------------------------------------------|---------------------|
+    | "packed"    | one all-to-all for q, k and v, another one for the output     | `UlyssesAttention`  |
+    | "gather_kv" | one all-gather for k and v; queries and output stay local     | `GatherKVAttention` |
 
-    Block means and scores belong to heads and to documents, and either way the keys of whole documents come
-    together before the gate, so every query selects the blocks that it selects in one process. Blocks begin at each
-    document's first token, wherever ranks begin. The result and the gradients are those of `moba_attn_varlen` on the
-    whole sequence with all heads.
+    Under both strategies, each rank has all keys of its heads before the gate runs. Every query therefore selects the
+    same blocks as in one process. Blocks begin at each document's first token, independent of where shards begin. The
+    result and the gradients are those of `moba_attn_varlen` on the whole sequence with all heads.
 
     Args:
-        config: block size, top-k and implementation; which layers run MoBA is not this class's affair.
-        group: the sequence group, a torch ProcessGroup or a SequenceGroup.
-        strategy: one of the table.
+        config: the block size, top_k and implementation. Its other settings are ignored.
+        group: the sequence-parallel group, a torch ProcessGroup or a SequenceGroup.
+        strategy: one of the strategies in the table.
 
     Source: arXiv 2502.13189.
 
     Raises:
-        ValueError: an unknown strategy, a config with numbers for each layer.
+        TypeError: the config is not a MoBAConfig.
+        ValueError: the strategy is unknown, or the config has one number for each layer.
     """
 
-    splits = SPLITS  # the exchange that it takes knows which are its own
+    splits = SPLITS  # the strategy's own class refuses the splits that it does not support
 
     def __init__(
         self,
@@ -52,12 +52,18 @@ class UlyssesMoBAAttention(SequenceAttention):
         group: SequenceGroup | torch.distributed.ProcessGroup | None,
         strategy: str = "packed",
     ) -> None:
+        if not isinstance(config, MoBAConfig):
+            raise TypeError(f"config must be a MoBAConfig, got {config!r}.")
         if strategy not in _STRATEGIES:
             raise ValueError(f"strategy must be one of {list(_STRATEGIES)}, got {strategy!r}.")
-        if not isinstance(config.moba_chunk_size, int) or not isinstance(config.moba_topk, int):
-            raise ValueError("one attention has one moba_chunk_size and one moba_topk: give those of its layer.")
+        if not isinstance(config.block_size, int) or not isinstance(config.top_k, int):
+            raise ValueError(
+                "UlyssesMoBAAttention is one layer's attention and takes one block_size and one top_k, got "
+                f"block_size={config.block_size!r}, top_k={config.top_k!r}: pass the numbers of that layer."
+            )
         super().__init__(self._of_rows, group)
         self.config, self.strategy = config, strategy
+        self._settings = config.block_size, config.top_k, config.implementation
         self._exchange = _STRATEGIES[strategy](self._of_rows, self.group)
 
     def query_heads(self, heads: int) -> slice:
@@ -75,30 +81,31 @@ class UlyssesMoBAAttention(SequenceAttention):
         cu_seqlens: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """MoBA of this rank's tokens over the whole sequence.
+        """Computes MoBA of the local queries over the whole sequence.
 
         Args:
-            q, k, v, batch_dim_idx, rotary_pos_emb: as for `UlyssesAttention`.
-            cu_seqlens: int [documents + 1], where documents begin and end among all B*S tokens of the whole
-                rows, one row after the other; the same on all ranks. None: each row is a document.
-            scale: of the scores in the softmax; None: K ** -0.5.
+            q, k, v, batch_dim_idx, rotary_pos_emb: as in `UlyssesAttention.forward`.
+            cu_seqlens: int32 or int64 [documents + 1], the boundaries of the documents among all B*S tokens of the
+                whole rows, one row after the other. It must be the same on all ranks. None means one document per row.
+            scale: multiplies the scores in the softmax. None means K ** -0.5.
 
         Returns:
-            out_BTHV (or out_TBHV), contiguous.
+            out_BTHV, or out_TBHV if batch_dim_idx is 1. It is contiguous.
 
         Raises:
-            ValueError: as `UlyssesAttention`; boundaries that do not fit.
+            TypeError: there are more positional arguments, or cu_seqlens is not a tensor.
+            ValueError: as in `UlyssesAttention.forward`, or the boundaries do not fit the tokens.
         """
         if args:
-            raise ValueError(f"unexpected arguments {args!r}: MoBA takes cu_seqlens and scale by keyword.")
+            raise TypeError(f"unexpected arguments {args!r}: pass cu_seqlens and scale by keyword.")
         settings = {"batch_first": batch_dim_idx == 0, "cu_seqlens": cu_seqlens, "scale": scale}
         return self._exchange(q, k, v, batch_dim_idx, rotary_pos_emb, **settings)
 
-    # Boundaries are Python numbers to the gate: traced, each layout would be a graph of its own.
+    # The gate reads boundaries as Python numbers. If they were traced, each layout would need another graph.
     @torch.compiler.disable
     def _of_rows(self, q: Tensor, k: Tensor, v: Tensor, *, batch_first: bool, **settings: Any) -> Tensor:
-        """Queries and heads here over whole rows, q_BTMK, k_BSJK, v_BSJV -> out_BTMV, in the layout of the call."""
-        rows = (x if batch_first else x.transpose(0, 1) for x in (q, k, v))
-        blocks, implementation = (self.config.moba_chunk_size, self.config.moba_topk), self.config.implementation
-        out_BTMV = moba_attention(*rows, *blocks, implementation=implementation, **settings)
+        """Computes q_BTMK, k_BSJK, v_BSJV -> out_BTMV over whole rows, batch first or second as in the call."""
+        q_BTMK, k_BSJK, v_BSJV = (x if batch_first else x.transpose(0, 1) for x in (q, k, v))
+        block_size, top_k, implementation = self._settings
+        out_BTMV = moba_attention(q_BTMK, k_BSJK, v_BSJV, block_size, top_k, implementation=implementation, **settings)
         return out_BTMV if batch_first else out_BTMV.transpose(0, 1)

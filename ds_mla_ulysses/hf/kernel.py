@@ -18,8 +18,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..layout.documents import Documents
 from ..moba import moba_attention
-from ..moba.grid import seen_by_queries
-from ..moba.kernels import has_flash
+from ..moba.boundaries import seen_by_queries
+from ..moba.dense_attention import has_flash
 
 #: Arguments of attention functions that change the result and that this exchange does not carry.
 _REFUSED = ("position_bias", "head_mask", "indices", "block_indices")

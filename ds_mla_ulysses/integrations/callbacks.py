@@ -10,28 +10,33 @@ from ..hf.moba import set_moba
 
 
 class FullAttentionCallback(TrainerCallback):
-    """Trains with MoBA first and with full attention from a fraction of the steps on, resumed runs included.
+    """Trains with MoBA for a fraction of the steps and with full attention afterwards, also in resumed runs.
 
     Args:
-        after: the fraction of all optimizer steps that run MoBA, 0 to 1; the next step is the first with full attention.
+        after: the fraction of all optimizer steps that run MoBA, 0 to 1. The next step is the first one with full
+            attention.
 
-    Source: the MoBA/full hybrid training of arXiv 2502.13189, section 3.2.
+    Source: the hybrid training of MoBA and full attention in arXiv 2502.13189, section 3.2.
 
     Raises:
-        ValueError: a fraction outside 0 to 1; when training begins, a model without MoBA layers.
+        TypeError: the fraction is not a number.
+        ValueError: the fraction is not in 0 to 1. When training begins, also if the model has no MoBA layers.
     """
 
     def __init__(self, after: float) -> None:
+        if not isinstance(after, (int, float)) or isinstance(after, bool):
+            raise TypeError(f"after must be the fraction of the steps that run MoBA, 0 to 1, got {after!r}.")
         if not 0 <= after <= 1:
-            raise ValueError(f"after is the fraction of the steps that run MoBA, 0 to 1, got {after!r}.")
+            raise ValueError(f"after must be the fraction of the steps that run MoBA, 0 to 1, got {after!r}.")
         self.after = after
 
     def runs_moba(self, step: int, steps: int) -> bool:
-        """Whether step `step`, from 0 on, of `steps` runs MoBA."""
-        # Rounded first: 0.28 * 25 is a little more than 7.
+        """Returns whether step `step` of `steps` runs MoBA. The first step is step 0."""
+        # The product is rounded first, because 0.28 * 25 is slightly more than 7.
         return step < round(self.after * steps, 6)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        """Switches the model's MoBA layers for the step that begins."""
         set_moba(model, self.runs_moba(state.global_step, state.max_steps))

@@ -1,4 +1,4 @@
-"""Mixture of Block Attention: every query attends to its own block and to the past blocks that a gate picks."""
+"""Mixture of Block Attention: each query attends to its current block and to the past blocks that a gate picks."""
 
 from .api import choose_implementation, moba_attention, moba_attn_varlen, moba_select
 from .config import MoBAConfig

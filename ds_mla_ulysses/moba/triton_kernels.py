@@ -1,41 +1,46 @@
-"""Kernels of the implementation "triton". Every sum is in fp32 and in an order that the inputs alone decide; products
-of fp32 inputs, and of means, are made of three TF32 products each, which is what tensor cores have.
+"""The kernels of the implementation "triton".
 
-| kernel            | one program                                | reads                             | writes                   |
-|-------------------|--------------------------------------------|-----------------------------------|--------------------------|
-| `pool`            | a complete block, a key/value head         | its keys                          | its mean                 |
-| `gate`            | a tile of rows                             | all earlier means                 | the picked blocks        |
-| `routed_forward`  | a tile of pairs of one block               | that block                        | a part per pair, its lse |
-| `own_forward`     | a tile of rows of one group                | the group so far, the rows' parts | out, lse                 |
-| `row_products`    | tokens x heads                             | out and its gradient              | their products           |
-| `routed_query`    | a tile of pairs of one block               | that block                        | a part of dq per pair    |
-| `own_query`       | a tile of rows of one group                | the group so far, the rows' parts | dq                       |
-| `key_value`       | a tile of keys of one group                | own rows, then the group's pairs  | dk, dv                   |
+Every sum is in fp32, and its order depends on nothing but the inputs. Products of fp32 inputs and of block means
+consist of three TF32 products each, since tensor cores do not multiply fp32.
 
-A *group* is what `triton.py` makes of documents: consecutive keys, and the queries that see them causally: those
-of its end, maybe none. A *row* of a group is a query and one of the R query heads that share a key/value head, so
-that one read of keys serves them all: row x is query x // R and head x % R. A *pair* is a row with one of its J places
-for past blocks; pairs are numbered as `blocks_THJ` lies in memory. Tables are int32; everything else that grows
-with the tokens is addressed in 64 bits.
+| kernel            | one program works on          | reads                                  | writes              |
+|-------------------|-------------------------------|----------------------------------------|---------------------|
+| `pool`            | a complete block of a KV head | its keys                               | its mean            |
+| `gate`            | a tile of rows                | all earlier means                      | the picked blocks   |
+| `routed_forward`  | a tile of pairs of one block  | that block                             | partial out and lse |
+| `current_forward` | a tile of rows of one segment | the segment, the rows' partial results | out, lse            |
+| `row_products`    | a tile of rows                | out and its gradient                   | their products      |
+| `routed_query`    | a tile of pairs of one block  | that block                             | partial dq          |
+| `current_query`   | a tile of rows of one segment | the segment, the rows' partial results | dq                  |
+| `key_value`       | a tile of keys of one segment | the segment's rows, then its pairs     | dk, dv              |
 
-Widths that are no power of two are filled up; K is cut into K0 + K1 where that saves work, as in 192 = 128 + 64.
+A *segment*, which `triton_implementation.py` makes from documents, is a run of consecutive keys with the queries that
+attend to them causally. These queries belong to the last keys of the segment, and there may be none. A *row* of a
+segment is a query with one of the R query heads that share a KV head, so that one read of the keys serves all of them:
+row x is query x // R and head x % R. A *pair* is a row with one of its J places for past blocks. Pairs are numbered in
+the memory order of `blocks_THJ`. Tables are int32. Everything else that grows with the tokens is addressed in 64 bits.
 
-Letters: T queries · S keys · H query heads · G key/value heads · R = H/G · K query/key width · V value width ·
-J places for past blocks · N groups · X rows or pairs of a tile · Y keys of a tile · P pairs.
+Widths that are not powers of two are padded. K is divided into K0 + K1 if that saves work, as in 192 = 128 + 64.
+
+Letters: T queries · S keys · H query heads of the call (ALL_H: of the tensors) · G KV heads · R = H/G · K query and key
+width · V value width · J places for past blocks · N segments · X rows or pairs of a tile · Y keys of a tile · P pairs.
 """
+
+# mypy: allow-untyped-defs
 
 import triton
 import triton.language as tl
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-#: Columns of the tables.
+#: Columns of the tables: first query, number of queries, number of keys before the key at the first query's position,
+#: first key, number of keys.
 _QUERY, _QUERIES, _PAST, _KEY, _KEYS = (tl.constexpr(i) for i in range(5))
 _COLUMNS = tl.constexpr(5)
 
 
 @triton.jit
 def _load(x, at_X, mask_X, FIRST: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns FIRST to FIRST + PADDED of rows that begin at `at`; zeros beyond WIDTH and where not `mask`."""
+    """Loads columns FIRST to FIRST + PADDED of rows that begin at `at`; zeros beyond WIDTH and outside of `mask`."""
     d = FIRST + tl.arange(0, PADDED)
     mask = mask_X[:, None]
     if FIRST + PADDED > WIDTH:
@@ -45,6 +50,7 @@ def _load(x, at_X, mask_X, FIRST: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def _store(x, at_X, mask_X, value, FIRST: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores the columns that `_load` loads."""
     d = FIRST + tl.arange(0, PADDED)
     mask = mask_X[:, None]
     if FIRST + PADDED > WIDTH:
@@ -54,6 +60,7 @@ def _store(x, at_X, mask_X, value, FIRST: tl.constexpr, PADDED: tl.constexpr, WI
 
 @triton.jit
 def _load_key_width(x, at_X, mask_X, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr):
+    """Loads the columns of K0 and of K1."""
     x0 = _load(x, at_X, mask_X, 0, K0, K)
     x1 = x0
     if K1 > 0:
@@ -63,7 +70,7 @@ def _load_key_width(x, at_X, mask_X, K: tl.constexpr, K0: tl.constexpr, K1: tl.c
 
 @triton.jit
 def _product(a0, a1, b0, b1, K1: tl.constexpr):
-    """[A, B], products over the key width."""
+    """Returns the products of the rows of a and b over the key width."""
     c = tl.dot(a0, tl.trans(b0), input_precision="tf32x3")
     if K1 > 0:
         c = tl.dot(a1, tl.trans(b1), c, input_precision="tf32x3")
@@ -71,29 +78,29 @@ def _product(a0, a1, b0, b1, K1: tl.constexpr):
 
 
 @triton.jit
-def _own_rows(tiles, groups, R: tl.constexpr, ROWS: tl.constexpr):
-    """This program's group, and of its rows: query, head of its key/value head, how many keys it sees, is it one."""
+def _segment_rows(tiles, segments, R: tl.constexpr, ROWS: tl.constexpr):
+    """Returns this program's segment, and for its rows: the query, the head, the number of visible keys, validity."""
     tile = tiles + 2 * tl.program_id(0)
-    group = groups + tl.load(tile) * _COLUMNS
+    segment = segments + tl.load(tile) * _COLUMNS
     x = tl.load(tile + 1) + tl.arange(0, ROWS)
-    valid_X = x < tl.load(group + _QUERIES) * R
+    valid_X = x < tl.load(segment + _QUERIES) * R
     token_X = x // R
-    seen_X = tl.load(group + _PAST) + token_X + 1
-    return group, (tl.load(group + _QUERY) + token_X).to(tl.int64), x % R, seen_X, valid_X
+    seen_X = tl.load(segment + _PAST) + token_X + 1
+    return segment, (tl.load(segment + _QUERY) + token_X).to(tl.int64), x % R, seen_X, valid_X
 
 
 @triton.jit
-def _own_range(tiles, group, R: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """How many keys every row of the tile sees, in whole steps, and how many the last one sees."""
+def _segment_range(tiles, segment, R: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
+    """Returns how many keys all rows of the tile see, in whole steps, and how many keys the last row sees."""
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    last = tl.minimum((first + ROWS - 1) // R, tl.load(group + _QUERIES) - 1)
-    past = tl.load(group + _PAST)
+    last = tl.minimum((first + ROWS - 1) // R, tl.load(segment + _QUERIES) - 1)
+    past = tl.load(segment + _PAST)
     return (past + first // R + 1) // STEP * STEP, past + last + 1
 
 
 @triton.jit
 def _routed_rows(tiles, starts, order, H, J: tl.constexpr, ROWS: tl.constexpr):
-    """Pairs of this program's tile: pair, query, query head, is it one."""
+    """Returns for the pairs of this program's tile: the pair, the query, the query head, validity."""
     tile = tiles + 2 * tl.program_id(0)
     i = tl.load(tile + 1) + tl.arange(0, ROWS)
     valid_X = i < tl.load(starts + tl.load(tile) + 1)
@@ -111,7 +118,7 @@ def _attend(
     K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr,
     STEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys begin to end, in whole steps unless MASKED, to the running maximum, sum and weighted values."""
+    """Adds keys begin to end to the running maximum, sum and weighted values: whole steps only, unless MASKED."""
     for start in range(begin, end, STEP):
         y = start + tl.arange(0, STEP)
         inside_Y = y < end if MASKED else y >= 0
@@ -132,18 +139,18 @@ def _attend(
 
 @triton.jit(do_not_specialize=["N"])
 def routed_forward(
-    q, k, v, part_PV, part_lse_P, groups, tiles, starts, order,
+    q, k, v, part_PV, part_lse_P, segments, tiles, starts, order,
     q_t, q_h, k_s, k_g, v_s, v_g, scale, H, N,
     R: tl.constexpr, J: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V: tl.constexpr, V0: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of pairs to their block. lse of parts is in powers of two."""
+    """Computes the attention of pairs to their block. The lse of partial results has base 2."""
     bucket = tl.load(tiles + 2 * tl.program_id(0))
     if bucket >= N * (H // R):
         return
-    group, g = groups + bucket % N * _COLUMNS, (bucket // N).to(tl.int64)
+    segment, g = segments + bucket % N * _COLUMNS, (bucket // N).to(tl.int64)
     pair_X, t_X, h_X, valid_X = _routed_rows(tiles, starts, order, H, J, ROWS)
-    first, keys = tl.load(group + _KEY).to(tl.int64), tl.load(group + _KEYS)
+    first, keys = tl.load(segment + _KEY).to(tl.int64), tl.load(segment + _KEYS)
     k += first * k_s + g * k_g
     v += first * v_s + g * v_g
     q0, q1 = _load_key_width(q, t_X * q_t + h_X * q_h, valid_X, K, K0, K1)
@@ -163,16 +170,16 @@ def routed_forward(
 
 
 @triton.jit
-def own_forward(
-    q, k, v, blocks, part_PV, part_lse_P, out, lse, groups, tiles,
+def current_forward(
+    q, k, v, blocks, part_PV, part_lse_P, out, lse, segments, tiles,
     q_t, q_h, k_s, k_g, v_s, v_g, scale, H, ALL_H,
     R: tl.constexpr, J: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V: tl.constexpr, V0: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Causal attention within groups, merged with the parts of the rows' pairs. lse is in powers of e."""
-    group, t_X, r_X, seen_X, valid_X = _own_rows(tiles, groups, R, ROWS)
-    whole, end = _own_range(tiles, group, R, ROWS, STEP)
-    g, first = tl.program_id(1).to(tl.int64), tl.load(group + _KEY).to(tl.int64)
+    """Computes causal attention within segments and merges the partial results of the rows' pairs. lse has base e."""
+    segment, t_X, r_X, seen_X, valid_X = _segment_rows(tiles, segments, R, ROWS)
+    whole, end = _segment_range(tiles, segment, R, ROWS, STEP)
+    g, first = tl.program_id(1).to(tl.int64), tl.load(segment + _KEY).to(tl.int64)
     k += first * k_s + g * k_g
     v += first * v_s + g * v_g
     h_X = g * R + r_X
@@ -200,12 +207,13 @@ def own_forward(
     tl.store(lse + at_X, (m_X + tl.log2(l_X)) / _LOG2E, mask=valid_X)
 
 
-# Backward. Weights are made again from scores and the merged lse, and `delta` is <out, its gradient> of a row:
-# d(score) = weight * (<gradient, value> - delta), times scale once at the end.
+# Backward. Weights are recomputed from scores and the merged lse. `delta` is the product of a row's output with its
+# gradient: d(score) = weight * (<gradient, value> - delta), multiplied by scale once at the end.
 
 
 @triton.jit(do_not_specialize=["rows"])
 def row_products(grad, out, delta, grad_t, grad_h, H, rows, V: tl.constexpr, V0: tl.constexpr, ROWS: tl.constexpr):
+    """Computes `delta`."""
     x = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid_X = x < rows
     a = _load(grad, x // H * grad_t + x % H * grad_h, valid_X, 0, V0, V).to(tl.float32)
@@ -219,7 +227,7 @@ def _query_gradient(
     K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr,
     STEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what keys begin to end, in whole steps unless MASKED, give to dq, before `scale`."""
+    """Adds the contribution of keys begin to end to dq, without `scale`. Unless MASKED, they must be whole steps."""
     for start in range(begin, end, STEP):
         y = start + tl.arange(0, STEP)
         inside_Y = y < end if MASKED else y >= 0
@@ -239,18 +247,18 @@ def _query_gradient(
 
 @triton.jit(do_not_specialize=["N"])
 def routed_query(
-    grad, q, k, v, lse, delta, part_PK, groups, tiles, starts, order,
+    grad, q, k, v, lse, delta, part_PK, segments, tiles, starts, order,
     grad_t, grad_h, q_t, q_h, k_s, k_g, v_s, v_g, scale, H, ALL_H, N,
     R: tl.constexpr, J: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V: tl.constexpr, V0: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """dq of pairs, before `scale`."""
+    """Computes the partial dq of pairs, without `scale`."""
     bucket = tl.load(tiles + 2 * tl.program_id(0))
     if bucket >= N * (H // R):
         return
-    group, g = groups + bucket % N * _COLUMNS, (bucket // N).to(tl.int64)
+    segment, g = segments + bucket % N * _COLUMNS, (bucket // N).to(tl.int64)
     pair_X, t_X, h_X, valid_X = _routed_rows(tiles, starts, order, H, J, ROWS)
-    first, keys = tl.load(group + _KEY).to(tl.int64), tl.load(group + _KEYS)
+    first, keys = tl.load(segment + _KEY).to(tl.int64), tl.load(segment + _KEYS)
     k += first * k_s + g * k_g
     v += first * v_s + g * v_g
     q0, q1 = _load_key_width(q, t_X * q_t + h_X * q_h, valid_X, K, K0, K1)
@@ -277,16 +285,16 @@ def routed_query(
 
 
 @triton.jit
-def own_query(
-    grad, q, k, v, lse, delta, blocks, part_PK, dq, groups, tiles,
+def current_query(
+    grad, q, k, v, lse, delta, blocks, part_PK, dq, segments, tiles,
     grad_t, grad_h, q_t, q_h, k_s, k_g, v_s, v_g, scale, H, ALL_H,
     R: tl.constexpr, J: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V: tl.constexpr, V0: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """dq: of the own group, and the sum of the pairs' parts."""
-    group, t_X, r_X, seen_X, valid_X = _own_rows(tiles, groups, R, ROWS)
-    whole, end = _own_range(tiles, group, R, ROWS, STEP)
-    g, first = tl.program_id(1).to(tl.int64), tl.load(group + _KEY).to(tl.int64)
+    """Computes dq from the rows' segment and from the partial results of their pairs."""
+    segment, t_X, r_X, seen_X, valid_X = _segment_rows(tiles, segments, R, ROWS)
+    whole, end = _segment_range(tiles, segment, R, ROWS, STEP)
+    g, first = tl.program_id(1).to(tl.int64), tl.load(segment + _KEY).to(tl.int64)
     k += first * k_s + g * k_g
     v += first * v_s + g * v_g
     h_X = g * R + r_X
@@ -325,7 +333,7 @@ def _key_value_gradient(
     grad, q, lse, delta, grad_t, grad_h, q_t, q_h, scale, ALL_H,
     K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what a tile of rows gives to dk, before `scale`, and to dv. Rows that are none have q and grad zero."""
+    """Adds the contribution of a tile of rows to dk, without `scale`, and to dv. Invalid rows have zero q and grad."""
     at_X = t_X * ALL_H + h_X
     q0, q1 = _load_key_width(q, t_X * q_t + h_X * q_h, valid_X, K, K0, K1)
     dout = _load(grad, t_X * grad_t + h_X * grad_h, valid_X, 0, V0, V)
@@ -345,19 +353,19 @@ def _key_value_gradient(
 
 @triton.jit(do_not_specialize=["N"])
 def key_value(
-    grad, q, k, v, lse, delta, dk, dv, groups, tiles, starts, order,
+    grad, q, k, v, lse, delta, dk, dv, segments, tiles, starts, order,
     grad_t, grad_h, q_t, q_h, k_s, k_g, v_s, v_g, scale, H, ALL_H, N,
     R: tl.constexpr, J: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V: tl.constexpr, V0: tl.constexpr, STEP: tl.constexpr, KEYS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys, over all rows that see it: nobody else writes them. ADD: to what is there."""
+    """Computes dk and dv of a tile of keys over all rows that see it. With ADD, adds them to the values in memory."""
     tile = tiles + 2 * tl.program_id(0)
     index = tl.load(tile)
-    group, g = groups + index * _COLUMNS, tl.program_id(1).to(tl.int64)
-    begin, past, queries = tl.load(tile + 1), tl.load(group + _PAST), tl.load(group + _QUERIES)
+    segment, g = segments + index * _COLUMNS, tl.program_id(1).to(tl.int64)
+    begin, past, queries = tl.load(tile + 1), tl.load(segment + _PAST), tl.load(segment + _QUERIES)
     y = begin + tl.arange(0, KEYS)
-    inside_Y = y < tl.load(group + _KEYS)
-    at_Y = tl.load(group + _KEY).to(tl.int64) + y
+    inside_Y = y < tl.load(segment + _KEYS)
+    at_Y = tl.load(segment + _KEY).to(tl.int64) + y
     k0, k1 = _load_key_width(k, at_Y * k_s + g * k_g, inside_Y, K, K0, K1)
     values = _load(v, at_Y * v_s + g * v_g, inside_Y, 0, V0, V)
     dk0 = tl.full([KEYS, K0], 0.0, tl.float32)
@@ -365,7 +373,7 @@ def key_value(
     if K1 > 0:
         dk1 = tl.full([KEYS, K1], 0.0, tl.float32)
     acc = tl.full([KEYS, V0], 0.0, tl.float32)
-    query = tl.load(group + _QUERY)
+    query = tl.load(segment + _QUERY)
     for start in range(tl.maximum(begin - past, 0) * R, queries * R, STEP):
         x = start + tl.arange(0, STEP)
         t_X = (query + x // R).to(tl.int64)
@@ -398,51 +406,55 @@ def key_value(
 
 
 @triton.jit
-def pool(k, means_NGK, groups, members, k_s, k_g, G, block, K: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr):
-    """Means of complete blocks, in fp32."""
+def pool(
+    k, means_NGK, segments, members, k_s, k_g, G, block_size,
+    K: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Computes the means of complete blocks in fp32."""
     index, g = tl.load(members + tl.program_id(0)).to(tl.int64), tl.program_id(1).to(tl.int64)
-    k += tl.load(groups + index * _COLUMNS + _KEY).to(tl.int64) * k_s + g * k_g
+    k += tl.load(segments + index * _COLUMNS + _KEY).to(tl.int64) * k_s + g * k_g
     acc = tl.full([STEP, WIDTH], 0.0, tl.float32)
-    for start in range(0, block, STEP):
+    for start in range(0, block_size, STEP):
         y = start + tl.arange(0, STEP)
-        acc += _load(k, y.to(tl.int64) * k_s, y < block, 0, WIDTH, K).to(tl.float32)
+        acc += _load(k, y.to(tl.int64) * k_s, y < block_size, 0, WIDTH, K).to(tl.float32)
     d = tl.arange(0, WIDTH)
-    tl.store(means_NGK + (index * G + g) * K + d, tl.sum(acc, 0) / block, mask=d < K)
+    tl.store(means_NGK + (index * G + g) * K + d, tl.sum(acc, 0) / block_size, mask=d < K)
 
 
 @triton.jit
 def gate(
-    q, means_NGK, blocks, documents, firsts, tiles, q_t, q_h, G, block,
+    q, means_NGK, blocks, documents, firsts, tiles, q_t, q_h, G, block_size,
     R: tl.constexpr, J: tl.constexpr, J0: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The J best past blocks of every row, best first, of equal ones the earlier; -1 where fewer compete.
+    """Writes the J best past blocks of every row, best first, then -1. Of equal scores, the earlier block wins.
 
-    They are kept in registers as 64-bit numbers, the score above the block, which order as the tie rule does.
+    The best blocks are kept in registers as 64-bit numbers, with the score in the high half and the block in the low
+    half, so that their order includes the rule for ties.
     """
-    document, t_X, r_X, seen_X, valid_X = _own_rows(tiles, documents, R, ROWS)
-    end = _own_range(tiles, document, R, ROWS, STEP)[1]
+    document, t_X, r_X, seen_X, valid_X = _segment_rows(tiles, documents, R, ROWS)
+    end = _segment_range(tiles, document, R, ROWS, STEP)[1]
     g = tl.program_id(1).to(tl.int64)
     means_NGK += (tl.load(firsts + tl.load(tiles + 2 * tl.program_id(0))).to(tl.int64) * G + g) * K
-    own_X = (seen_X - 1) // block
+    current_X = (seen_X - 1) // block_size
     h_X = g * R + r_X
     q0, q1 = _load_key_width(q, t_X * q_t + h_X * q_h, valid_X, K, K0, K1)
     q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     j = tl.arange(0, J0).to(tl.int64)
-    # Places that hold nothing are below every score, all different, and above what does not compete.
+    # Empty places are below every score, differ from each other, and are above blocks that do not compete.
     none = tl.full([1, 1], -(2**63), tl.int64)
     best = tl.where(j < J, -(2**63) + 1 + j, 2**63 - 1)[None, :] + tl.full([ROWS, 1], 0, tl.int64)
-    last = (end - 1) // block
+    last = (end - 1) // block_size
     for start in range(0, last, STEP):
         n = start + tl.arange(0, STEP)
         m0, m1 = _load_key_width(means_NGK, n.to(tl.int64) * G * K, n < last, K, K0, K1)
         s = tl.dot(q0, tl.trans(m0), input_precision="tf32x3")
         if K1 > 0:
             s = tl.dot(q1, tl.trans(m1), s, input_precision="tf32x3")
-        bits = s.to(tl.int32, bitcast=True)  # never of -0.0: sums begin at 0.0
+        bits = s.to(tl.int32, bitcast=True)  # never -0.0, since sums begin at 0.0
         ranks = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
         keys = ranks * 2**32 + (0x7FFFFFFF - n)[None, :].to(tl.int64)
-        keys = tl.where(n[None, :] < own_X[:, None], keys, none)
+        keys = tl.where(n[None, :] < current_X[:, None], keys, none)
         top_X, low_X = tl.max(keys, 1), tl.min(best, 1)
         while tl.max((top_X > low_X).to(tl.int32), 0) > 0:
             better = (top_X > low_X)[:, None]
@@ -457,5 +469,5 @@ def gate(
         tl.store(blocks + (t_X * G * R + h_X) * J + place, block_X.to(tl.int32), mask=valid_X)
 
 
-#: Whether TRITON_INTERPRET=1 was set when this module was imported, which is when triton decides.
+#: Whether TRITON_INTERPRET=1 was set when this module was imported, which is when Triton decides.
 INTERPRETED = not isinstance(gate, triton.JITFunction)

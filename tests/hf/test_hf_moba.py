@@ -1,4 +1,4 @@
-"""MoBA as an attention implementation: plain, padded, packed, with a cache; over ranks it equals one process."""
+"""MoBA as an attention implementation: plain, padded, packed and with a cache. Over ranks it equals one process."""
 
 import copy
 
@@ -21,14 +21,14 @@ from test_parity import DOCUMENTS, compare
 import ds_mla_ulysses as dmu
 from ds_mla_ulysses.hf.moba import MoBAFunction
 
-# Blocks of 4 and three a query in up to 33 tokens. The oracle masks the scores of each document run alone.
-BLOCKS = dict(moba_chunk_size=4, moba_topk=3)
+# Each query attends to three blocks of 4, in up to 33 tokens. The oracle runs each document alone with masked scores.
+BLOCKS = dict(block_size=4, top_k=3)
 NAMES = {
     "moba": dmu.MoBAConfig(**BLOCKS),
     "moba_oracle": dmu.MoBAConfig(**BLOCKS, implementation="reference"),
     "moba_mixed": dmu.MoBAConfig(**BLOCKS, full_attention_layers=(-1,)),
     "moba_mixed_oracle": dmu.MoBAConfig(**BLOCKS, full_attention_layers=(-1,), implementation="reference"),
-    "moba_own": None,
+    "moba_of_model": None,
 }
 WITHOUT_EXTRAS = [f for f in DENSE if f not in ("qwen2", "mistral", "gemma2", "gemma3_text", "gpt_oss")]
 
@@ -55,7 +55,7 @@ def _registered():
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WITHOUT_EXTRAS])
 def test_one_unpadded_row(family):
-    """It is sparse, and what the oracle says."""
+    """It is sparse, and equals the oracle."""
     batch = random_batch(1, 33)
     got, want, dense = (
         reference_step(tiny_model(family, attn_implementation=name), batch) for name in ("moba", "moba_oracle", "sdpa")
@@ -64,7 +64,7 @@ def test_one_unpadded_row(family):
     assert_gradients(got[1], want[1], 1e-6)
 
 
-# Without experts, whose fp32 router rounds otherwise with another number of rows.
+# Models without experts, because their fp32 router rounds differently with another number of rows.
 @pytest.mark.parametrize("family,config", [("llama", {}), ("deepseek_v3", {"first_k_dense_replace": 2})])
 def test_packed(family, config):
     batch = packed_batch(DOCUMENTS)
@@ -86,16 +86,16 @@ def test_boundaries_of_a_collator():
     model = moba_model("llama")
     restarting = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **lengths)
     torch.testing.assert_close(restarting.logits, want[2], rtol=0, atol=1e-8)
-    # Rope goes by relative positions, so they need not restart.
+    # RoPE depends on relative positions only, so the positions need not restart.
     going_on = model(input_ids=batch["input_ids"], use_cache=False, **lengths)
-    torch.testing.assert_close(going_on.logits, want[2], rtol=0, atol=1e-4)  # of rope, which is in fp32
+    torch.testing.assert_close(going_on.logits, want[2], rtol=0, atol=1e-4)  # RoPE is in fp32
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["moba", "moba_mixed"])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_padded(family, name, side):
-    """Real rows are those of each row alone."""
+    """Real tokens give the same results as each row alone."""
     lengths, S = [33, 21], 33
     batch = padded_batch(lengths, S, side)
     model, oracle = moba_model(family, name), moba_model(family, f"{name}_oracle")
@@ -125,7 +125,7 @@ def test_no_mask_is_quadratic(monkeypatch):
 @pytest.mark.parametrize("name", ["moba", "moba_mixed"])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_generation(family, name):
-    """With a cache, padded: the tokens are those of each row alone without a cache."""
+    """With a cache and padding, the tokens are those of each row alone without a cache."""
     model = moba_model(family, name, train=False)
     prompts = padded_batch([30, 19], 30)
     inputs = {key: prompts[key] for key in ("input_ids", "attention_mask")}
@@ -141,12 +141,12 @@ def test_generation(family, name):
 
 
 @pytest.mark.parametrize("name", ["moba", "moba_mixed"])
-def test_prefill_in_chunks(name):
+def test_incremental_prefill(name):
     model = moba_model("llama", name, train=False)
     tokens = random_batch(2, 29)["input_ids"]
     whole, cache, parts = model(input_ids=tokens).logits, None, []
-    for chunk in tokens.split([9, 1, 12, 7], dim=1):
-        answer = model(input_ids=chunk, past_key_values=cache, use_cache=True)
+    for some in tokens.split([9, 1, 12, 7], dim=1):
+        answer = model(input_ids=some, past_key_values=cache, use_cache=True)
         cache = answer.past_key_values
         parts.append(answer.logits)
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-9)
@@ -180,14 +180,14 @@ def test_full_layers_and_the_switch():
     model = moba_model("llama")
     dmu.set_moba(model, False)
     assert torch.allclose(reference_step(model, batch)[2], dense[2], rtol=0, atol=1e-9)
-    dmu.set_moba(torch.nn.Sequential(model), True)  # through what wraps it
+    dmu.set_moba(torch.nn.Sequential(model), True)  # through a wrapper
     assert torch.equal(reference_step(model, batch)[2], sparse[2])
     with pytest.raises(ValueError, match="LlamaForCausalLM has no MoBA layers: call register_moba"):
         dmu.set_moba(tiny_model("llama"), False)
 
 
 def test_each_layer_has_its_blocks(monkeypatch):
-    """longcat_flash counts two attentions a layer."""
+    """In longcat_flash, each decoder layer has two attention layers."""
     from ds_mla_ulysses.hf import moba
 
     seen, call = [], moba.moba_attention
@@ -197,13 +197,13 @@ def test_each_layer_has_its_blocks(monkeypatch):
         return call(*args, **kwargs)
 
     monkeypatch.setattr(moba, "moba_attention", spy)
-    config = dmu.MoBAConfig(moba_chunk_size=(4, 8, 2, 16), moba_topk=(2, 3, 4, 5), full_attention_layers=(1,))
+    config = dmu.MoBAConfig(block_size=(4, 8, 2, 16), top_k=(2, 3, 4, 5), full_attention_layers=(1,))
     dmu.register_moba(config, "moba_by_layer")
     for family in ("llama", "longcat_flash"):
         seen.clear()
         reference_step(tiny_model(family, attn_implementation="moba_by_layer", layers=4), random_batch(1, 9))
         assert seen == [(4, 2), (2, 4), (16, 5)]
-    with pytest.raises(ValueError, match="moba_chunk_size has 4 numbers, but the model has 2 layers"):
+    with pytest.raises(ValueError, match="block_size has 4 numbers, but the model has 2 layers"):
         reference_step(tiny_model("llama", attn_implementation="moba_by_layer"), random_batch(1, 9))
 
 
@@ -217,10 +217,10 @@ def test_saved_with_the_model(tmp_path):
     model = moba_model("llama", "moba_mixed")
     want = reference_step(model, batch)
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="moba_own", dtype=torch.float64)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="moba_of_model", dtype=torch.float64)
     assert loaded.config.moba == BLOCKS | {"full_attention_layers": [-1]}
     torch.testing.assert_close(reference_step(loaded, batch)[2], want[2], rtol=0, atol=1e-12)
-    # Where it runs is not what it computes.
+    # The implementation is not part of the stored settings.
     oracle = AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="moba_mixed_oracle", dtype=torch.float64
     )
@@ -243,7 +243,7 @@ def saves_it(folder):
     for family in ("deepseek_v3", "kimi_k25"):
         model = tiny_model(family, attn_implementation="moba")
         dmu.parallelize(model)
-        assert model.config.get_text_config().moba["moba_topk"] == 3
+        assert model.config.get_text_config().moba["top_k"] == 3
         if torch.distributed.get_rank() == 0:
             model.config.save_pretrained(f"{folder}/{family}")
             config = AutoConfig.from_pretrained(f"{folder}/{family}").get_text_config()
@@ -259,14 +259,18 @@ def test_registration():
         with pytest.raises(ValueError, match=name):
             dmu.register_moba(dmu.MoBAConfig(64, 2), name)
     for name in ("flash_moba", "a/b"):
-        with pytest.raises(ValueError, match="name must be a word of its own and without 'flash'"):
+        with pytest.raises(
+            ValueError, match="name must be an identifier other than 'eager' and 'paged', and without 'flash'"
+        ):
             dmu.register_moba(dmu.MoBAConfig(64, 2), name)
-    with pytest.raises(ValueError, match="config must be a MoBAConfig, got 64"):
+    with pytest.raises(TypeError, match="config must be a MoBAConfig, got 64"):
         dmu.register_moba(64)
+    with pytest.raises(TypeError, match="name must be a string, got 64"):
+        dmu.register_moba(NAMES["moba"], 64)
     with pytest.raises(
-        ValueError, match="the config of this llama has no 'moba' and 'moba_own' was registered without"
+        ValueError, match="the config of this llama has no 'moba', and 'moba_of_model' was registered without"
     ):
-        reference_step(moba_model("llama", "moba_own"), random_batch(1, 9))
+        reference_step(moba_model("llama", "moba_of_model"), random_batch(1, 9))
     dmu.register_moba(name="moba_later")
     dmu.register_moba(NAMES["moba"], "moba_later")
     reference_step(moba_model("llama", "moba_later"), random_batch(1, 9))
@@ -274,23 +278,31 @@ def test_registration():
     with pytest.raises(ValueError, match="dense='moba_self' is MoBA itself"):
         reference_step(moba_model("llama", "moba_self"), random_batch(1, 9))
     dmu.register_moba(dmu.MoBAConfig(64, 2, dense="nope"), "moba_nope")
-    with pytest.raises(ValueError, match="dense='nope' is no attention implementation of transformers"):
+    with pytest.raises(ValueError, match="dense='nope' is not an attention implementation of transformers"):
         reference_step(moba_model("llama", "moba_nope"), random_batch(1, 9))
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize(
     "family,what,config",
     [
-        ("qwen2", "layer 0 has a sliding window of 8 tokens, which MoBA does not: name 0 in full_attention_layers", {}),
+        (
+            "qwen2",
+            "layer 0 has a sliding window of 8 tokens, which MoBA does not support: add 0 to full_attention_layers",
+            {},
+        ),
         ("mistral", "layer 0 has a sliding window of 8 tokens", {}),
         ("gemma2", r"layer 0 has a soft cap \(softcap=50.0\)", {}),
         ("gpt_oss", r"layer 0 has attention sinks \(s_aux\)", {}),
-        ("llama", r"MoBA has no attention dropout \(0.1\): set config.attention_dropout = 0.0", dict(attention_dropout=0.1)),
+        (
+            "llama",
+            r"MoBA has no attention dropout \(0.1\): set config.attention_dropout = 0.0",
+            dict(attention_dropout=0.1),
+        ),
     ],
-)  # fmt: skip
+)
 def test_refused_by_name(family, what, config):
     with pytest.raises(ValueError, match=what):
         reference_step(moba_model(family, **config), random_batch(1, 20))
@@ -337,19 +349,19 @@ def test_windows_in_full_layers():
 def test_static_caches_and_other_masks():
     model = moba_model("llama", train=False)
     tokens = random_batch(1, 9)["input_ids"]
-    with pytest.raises(ValueError, match="takes caches that grow .* not static ones"):
+    with pytest.raises(ValueError, match="supports caches that grow .* not static ones"):
         model.generate(tokens, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="two-dimensional"):
         model(input_ids=tokens, attention_mask=torch.zeros(1, 1, 9, 9, dtype=torch.float64))
     config = copy.deepcopy(model.config)
-    with pytest.raises(ValueError, match="cannot honour this model's additional mask"):
+    with pytest.raises(ValueError, match="cannot apply this model's additional mask"):
         MoBAFunction("moba", NAMES["moba"]).mask(1, 9, 9, use_vmap=True, config=config)
 
 
 def test_only_causal_layers():
     model = moba_model("llama")
     model.model.layers[0].self_attn.is_causal = False
-    with pytest.raises(ValueError, match="LlamaAttention is not causal, MoBA is: .*'text_config': 'moba'"):
+    with pytest.raises(ValueError, match="LlamaAttention is not causal, but MoBA is: .*'text_config': 'moba'"):
         model(input_ids=random_batch(1, 9)["input_ids"])
 
 
@@ -378,7 +390,7 @@ def test_gathered_keys_need_no_heads():
 
 
 def switches(strategy):
-    """Back and forth, recomputation included; without a layout and restored it is the plain model."""
+    """Switches back and forth, with recomputation. Without a layout, and restored, the model is the plain one."""
     model, plain = moba_model("llama", kv_heads=2), moba_model("llama", kv_heads=2)
     batch = packed_batch(DOCUMENTS)
     handle = dmu.parallelize(model, strategy=strategy)
@@ -423,11 +435,11 @@ def test_switched_on_some_ranks():
     )
 
 
-# What models tell their masks only, and what their dense attention would lose.
+# Information that models pass only to their masks, and features that their dense attention would ignore.
 
 
-def tiny(model_type, name, **own):
-    """Of a family that is not among the tested ones."""
+def tiny(model_type, name, **config):
+    """Makes a small model of a family that is not among the tested ones."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     common = dict(
@@ -435,12 +447,12 @@ def tiny(model_type, name, **own):
         num_key_value_heads=2, max_position_embeddings=256, head_dim=12, initializer_range=0.3,
     )  # fmt: skip
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **common | own)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=name).double().eval()
+    model_config = AutoConfig.for_model(model_type, **common | config)
+    return AutoModelForCausalLM.from_config(model_config, attn_implementation=name).double().eval()
 
 
 def test_documents_that_only_the_mask_knows():
-    """Persimmon's attention is not given position ids."""
+    """Persimmon does not pass position ids to its attention."""
     dmu.register_moba(dmu.MoBAConfig(256, 1), "moba_whole")
     batch = packed_batch(DOCUMENTS)
     inputs = {key: batch[key] for key in ("input_ids", "position_ids")} | {"use_cache": False}
@@ -452,16 +464,16 @@ def test_documents_that_only_the_mask_knows():
 
 
 @pytest.mark.parametrize("lengths", [[33, 33], [33, 21]])
-def test_chunks_that_only_the_mask_knows(lengths):
-    """Llama 4 chunks one of its layers."""
-    chunks = dict(
+def test_local_spans_that_only_the_mask_knows(lengths):
+    """Llama 4 divides the sequence into spans in one of its layers, which it calls chunked attention."""
+    spans = dict(
         attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=64, moe_layers=[],
         layer_types=["chunked_attention", "full_attention"],
     )  # fmt: skip
     dmu.register_moba(dmu.MoBAConfig(256, 1), "moba_whole")
     batch = padded_batch(lengths, 33, "right")
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")} | {"use_cache": False}
-    got, want = (tiny("llama4_text", name, **chunks)(**inputs).logits for name in ("moba_whole", "sdpa"))
+    got, want = (tiny("llama4_text", name, **spans)(**inputs).logits for name in ("moba_whole", "sdpa"))
     real = batch["attention_mask"].bool()
     torch.testing.assert_close(got[real], want[real], rtol=0, atol=1e-4)
 
@@ -491,7 +503,7 @@ def test_sinks_of_full_layers():
 
 
 def test_a_cache_that_slides():
-    """While the window holds all tokens they are MoBA's own; then its blocks would begin at another token each time."""
+    """While the window holds all tokens, MoBA is right. Later, its block boundaries would slide."""
     model = moba_model("mistral", train=False)
     tokens = random_batch(1, 12)["input_ids"]
     want = moba_model("mistral", train=False, sliding_window=None)(input_ids=tokens).logits
@@ -507,7 +519,7 @@ def test_a_cache_that_slides():
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_autocast(family):
-    """In bf16; generation with a cache after the switch too."""
+    """In bf16, training works, and so does generation with a cache after the switch."""
     batch = random_batch(1, 33)
     want = reference_step(moba_model(family, dtype=torch.float32), batch)
     model = moba_model(family, dtype=torch.float32)
@@ -518,11 +530,11 @@ def test_autocast(family):
     assert abs(got[0] - want[0]) < 0.05 * want[0]
 
 
-def test_a_config_that_means_nothing():
-    model = moba_model("llama", "moba_own")
-    for value in (dmu.MoBAConfig(), {"block": 3}):
+def test_a_stored_config_of_the_wrong_form():
+    model = moba_model("llama", "moba_of_model")
+    for value, error in ((dmu.MoBAConfig(), TypeError), ({"moba_chunk_size": 3}, ValueError)):
         model.config.moba = value
         with pytest.raises(
-            ValueError, match="model.config.moba must be a dict with moba_chunk_size, moba_topk, full_att"
+            error, match="model.config.moba must be a dict with block_size, top_k, full_attention_layers"
         ):
             reference_step(model, random_batch(1, 9))

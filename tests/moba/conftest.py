@@ -3,4 +3,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
-    """In every test of this folder."""
+    """Applies to every test of this folder."""

@@ -1,4 +1,4 @@
-"""Exactness: the oracle against the definition, "torch" against the oracle, over sizes that fit nothing."""
+"""Exactness: the oracle equals the definition, and "torch" equals the oracle, at odd sizes."""
 
 import functools
 import itertools
@@ -7,58 +7,63 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from moba_cases import check_exact, inputs, random_case, run
+from moba_cases import check_exact, inputs, matrix, product, random_case, run, seeds
 
-from ds_mla_ulysses.moba import api, kernels, moba_attention, moba_attn_varlen, moba_select, native
+from ds_mla_ulysses.moba import (
+    api,
+    dense_attention,
+    moba_attention,
+    moba_attn_varlen,
+    moba_select,
+    torch_implementation,
+)
 from ds_mla_ulysses.moba.reference import reference_attention
 
 
-def by_definition(q, k, v, block, topk, scale):
-    """One document, one query and head at a time."""
+def by_definition(q, k, v, block_size, top_k, scale):
+    """Computes one document, one query and head at a time."""
     S, (T, H, _) = k.shape[0], q.shape
     out = torch.zeros(T, H, v.shape[-1], dtype=q.dtype)
     for t, h in itertools.product(range(T), range(H)):
         position, g = S - T + t, h * k.shape[1] // H
-        own = position // block
-        scores = [float(q[t, h] @ k[n * block : (n + 1) * block, g].mean(0)) for n in range(own)]
-        picked = sorted(range(own), key=lambda n: (-scores[n], n))[: topk - 1]
-        keys = [s for s in range(position + 1) if s // block in (*picked, own)]
+        current = position // block_size
+        scores = [float(q[t, h] @ k[n * block_size : (n + 1) * block_size, g].mean(0)) for n in range(current)]
+        picked = sorted(range(current), key=lambda n: (-scores[n], n))[: top_k - 1]
+        keys = [s for s in range(position + 1) if s // block_size in (*picked, current)]
         weights = [math.exp(scale * float(q[t, h] @ k[s, g])) for s in keys]
         out[t, h] = sum(w * v[s, g] for w, s in zip(weights, keys, strict=True)) / sum(weights)
     return out
 
 
 @pytest.mark.parametrize(
-    "T,S,H,G,block,topk", [(23, 23, 2, 1, 4, 3), (5, 23, 2, 2, 4, 2), (23, 23, 1, 1, 1, 4), (9, 9, 1, 1, 4, 1)]
+    "T,S,H,G,block_size,top_k", [(23, 23, 2, 1, 4, 3), (5, 23, 2, 2, 4, 2), (23, 23, 1, 1, 1, 4), (9, 9, 1, 1, 4, 1)]
 )
 @pytest.mark.parametrize("implementation", ["reference", "torch"])
-def test_the_definition(implementation, T, S, H, G, block, topk):
+def test_the_definition(implementation, T, S, H, G, block_size, top_k):
     qkv = [x.detach() for x in inputs(S, H, G, 3, 2, T)]
-    out = moba_attn_varlen(*qkv, None, S, block, topk, scale=0.7, implementation=implementation)
-    torch.testing.assert_close(out, by_definition(*qkv, block, topk, 0.7), rtol=0, atol=1e-12)
+    out = moba_attn_varlen(*qkv, None, S, block_size, top_k, scale=0.7, implementation=implementation)
+    torch.testing.assert_close(out, by_definition(*qkv, block_size, top_k, 0.7), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("block", [1, 5, 16, 60, 64, 128])
-@pytest.mark.parametrize("topk", [1, 2, 3, 5])
-@pytest.mark.parametrize("S", [1, 61, 128, 251])
-def test_odd_sizes(S, block, topk):
-    check_exact(inputs(S, 2, 1, 8, seed=S + block), None, block, topk)
+@product(S=[1, 61, 128, 251], top_k=[1, 2, 3, 5], block_size=[1, 5, 16, 60, 64, 128])
+def test_odd_sizes(S, block_size, top_k):
+    check_exact(inputs(S, 2, 1, 8, seed=S + block_size), None, block_size, top_k)
 
 
-@pytest.mark.parametrize("S,block,topk", [(700, 300, 2), (1537, 512, 2), (1300, 257, 3), (2200, 1025, 2)])
-def test_blocks_that_are_cut(S, block, topk):
-    check_exact(inputs(S, 1, 1, 4), None, block, topk)
+@pytest.mark.parametrize("S,block_size,top_k", [(700, 300, 2), (1537, 512, 2), (1300, 257, 3), (2200, 1025, 2)])
+def test_blocks_that_are_halved(S, block_size, top_k):
+    check_exact(inputs(S, 1, 1, 4), None, block_size, top_k)
 
 
-def test_groups_of_several_tiles():
-    check_exact(inputs(700, 8, 1, 4), None, 50, 4)  # up to 5600 rows of one key/value head pick a block
+def test_routed_calls_of_several_tiles():
+    check_exact(inputs(700, 8, 1, 4), None, 50, 4)  # up to 5600 rows of one KV head pick a block
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12, kept=6)
 def test_documents(seed):
-    """Any documents, empty ones too, all queries or only the last of each, grouped heads, unequal widths."""
-    qkv, cu, block, topk, settings = random_case(seed)
-    check_exact(qkv, cu, block, topk, **settings)
+    """Random documents, also empty ones, with all queries or only the last ones, grouped heads and unequal widths."""
+    qkv, cu, block_size, top_k, settings = random_case(seed)
+    check_exact(qkv, cu, block_size, top_k, **settings)
 
 
 def test_nothing():
@@ -75,7 +80,7 @@ def test_nothing():
 @pytest.mark.parametrize("layout", ["tokens", "heads"])
 @pytest.mark.parametrize("T", [75, 20, 1])
 def test_batches_are_documents(T, layout):
-    """[B, tokens, heads, width] and transposed [B, heads, tokens, width]: each row by itself."""
+    """Each row equals its result alone, for [B, tokens, heads, width] and for views of [B, heads, tokens, width]."""
     torch.manual_seed(0)
     tokens = [torch.randn(3, n, heads, 8, dtype=torch.float64) for n, heads in ((T, 4), (75, 2), (75, 2))]
     if layout == "heads":
@@ -102,25 +107,25 @@ def test_strides_and_gradients_without_strides():
 
 
 def errors(got, want):
-    """Relative, root mean square."""
+    """Returns relative root mean square errors."""
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, want, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("S,block,topk", [(700, 50, 4), (900, 300, 2), (800, 16, 30)])
-def test_rounding(dtype, S, block, topk, monkeypatch):
-    """Little more than the error that the same kernel makes of dense attention, however many parts are summed."""
+@product(dtype=[torch.bfloat16, torch.float16, torch.float32], sizes=[(700, 50, 4), (900, 300, 2), (800, 16, 30)])
+def test_rounding(dtype, sizes, monkeypatch):
+    """The error is little more than that of dense attention, however many partial results are summed."""
+    S, block_size, top_k = sizes
     qkv = inputs(S, 4, 2, 32, dtype=dtype)
-    blocks = moba_select(*qkv[:2], None, block, topk)
+    blocks = moba_select(*qkv[:2], None, block_size, top_k)
     wide = [x.detach().double().requires_grad_() for x in qkv]
     dense = errors(run(qkv, None, S, 1), run(wide, None, S, 1))
-    # Rounded means choose otherwise where scores nearly tie: both sides take the same blocks.
+    # Rounded means choose other blocks if scores nearly tie, so the reference is given the same blocks.
     monkeypatch.setattr(api, "reference_attention", functools.partial(reference_attention, blocks_THJ=blocks))
-    found = errors(run(qkv, None, block, topk), run(wide, None, block, topk, implementation="reference"))
+    found = errors(run(qkv, None, block_size, top_k), run(wide, None, block_size, top_k, implementation="reference"))
     assert all(0 < mine <= 1.4 * theirs for mine, theirs in zip(found, dense, strict=True)), (found, dense)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=matrix), torch.bfloat16])
 def test_two_runs_give_the_same_bits(dtype):
     torch.set_num_threads(2)
     qkv = inputs(700, 4, 1, 32, dtype=dtype)
@@ -131,11 +136,11 @@ def test_two_runs_give_the_same_bits(dtype):
 
 @pytest.mark.parametrize("cu", [None, [0, 40, 40, 131, 200]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_documents_that_topk_blocks_cover_are_dense(cu, dtype):
-    """Bit for bit what SDPA's flash operator gives."""
+def test_documents_that_top_k_blocks_cover_are_dense(cu, dtype):
+    """The results are bit for bit those of SDPA's flash operator."""
     qkv = inputs(200, 4, 2, dtype=dtype)
-    block = 50 if cu is None else 23
-    got = run(qkv, None if cu is None else torch.tensor(cu), block, 4)
+    block_size = 50 if cu is None else 23
+    got = run(qkv, None if cu is None else torch.tensor(cu), block_size, 4)
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(qkv[0].shape, generator=generator, dtype=torch.float64).to(dtype)
     for a, b in itertools.pairwise(cu or [0, 200]):
@@ -150,13 +155,13 @@ def test_documents_that_topk_blocks_cover_are_dense(cu, dtype):
 
 def test_key_value_heads_are_not_copied(monkeypatch):
     q, k, v = (x.detach() for x in inputs(300, 6, 2))
-    seen, attend = [], native.attend
+    seen, attend = [], torch_implementation.attend
 
     def watched(q_, k_, v_, *settings):
         seen.append((k_, v_))
         return attend(q_, k_, v_, *settings)
 
-    monkeypatch.setattr(native, "attend", watched)
+    monkeypatch.setattr(torch_implementation, "attend", watched)
     moba_attn_varlen(q, k, v, None, None, 32, 3)
     assert len(seen) > 10
     for k_, v_ in seen:
@@ -194,15 +199,15 @@ def test_compiles_to_one_graph():
 
 @pytest.fixture
 def plain(monkeypatch):
-    """As on a device without the flash operator, in many tiles."""
-    for module in (api, kernels):
+    """Runs as on a device without the flash operator, in many tiles."""
+    for module in (api, dense_attention):
         monkeypatch.setattr(module, "has_flash", lambda device: False)
-    monkeypatch.setattr(kernels, "_TILE_SCORES", 5000)
+    monkeypatch.setattr(dense_attention, "_TILE_SCORES", 5000)
 
 
-@pytest.mark.parametrize("T,S,H,G,K,V,block,topk", [(150, 150, 4, 2, 8, 5, 16, 3), (31, 150, 2, 2, 5, 8, 33, 2)])
-def test_plain_matmuls(plain, T, S, H, G, K, V, block, topk):
-    check_exact(inputs(S, H, G, K, V, T), None, block, topk)
+@pytest.mark.parametrize("T,S,H,G,K,V,block_size,top_k", [(150, 150, 4, 2, 8, 5, 16, 3), (31, 150, 2, 2, 5, 8, 33, 2)])
+def test_plain_matmuls(plain, T, S, H, G, K, V, block_size, top_k):
+    check_exact(inputs(S, H, G, K, V, T), None, block_size, top_k)
     check_exact(inputs(S, H, G, K, V, T), None, S, 1)
 
 
@@ -216,6 +221,6 @@ def test_plain_matmuls_in_bf16(plain):
 def test_without_the_operator_dense_is_sdpa(plain, monkeypatch):
     qkv = inputs(100, 4, 2, 8, 5)
     want = run(qkv, None, 25, 4, implementation="reference")
-    monkeypatch.setattr(native, "attend", None)
+    monkeypatch.setattr(torch_implementation, "attend", None)
     for x, y in zip(run(qkv, None, 25, 4), want, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-10)

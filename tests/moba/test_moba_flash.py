@@ -1,6 +1,6 @@
-"""The implementation "flash", with a plain stand-in for the operator, which runs on GPUs only.
+"""The implementation "flash", with a plain replacement for the operator, which runs on GPUs only.
 
-The stand-in holds callers to what the operator asks for.
+The replacement checks that its callers meet the requirements of the operator.
 """
 
 import dataclasses
@@ -9,16 +9,16 @@ import itertools
 
 import pytest
 import torch
-from moba_cases import inputs, random_case, run
+from moba_cases import inputs, product, random_case, run, seeds
 
-from ds_mla_ulysses.moba import api, flash, moba_attention, moba_attn_varlen, moba_select
-from ds_mla_ulysses.moba.grid import Document
+from ds_mla_ulysses.moba import api, flash_implementation, moba_attention, moba_attn_varlen, moba_select
+from ds_mla_ulysses.moba.boundaries import Document
 from ds_mla_ulysses.moba.reference import reference_attention
 
 
 @dataclasses.dataclass
 class Operator:
-    """The two functions, and how they were called."""
+    """The two functions of the operator. It records their calls."""
 
     forwards: list = dataclasses.field(default_factory=list)
     backwards: list = dataclasses.field(default_factory=list)
@@ -40,7 +40,7 @@ class Operator:
 
     @staticmethod
     def scores(q, k, causal, scale):
-        """[H, T, S], the last query aligned with the last key."""
+        """Returns [H, T, S]. The last query is aligned with the last key."""
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("thw,shw->hts", wide(q), wide(k)) * scale
         future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(k) - len(q))
@@ -83,15 +83,15 @@ def wide(x):
 @pytest.fixture
 def operator(monkeypatch):
     operator = Operator()
-    monkeypatch.setattr(flash, "is_available", lambda device: True)
-    monkeypatch.setattr(flash, "_DTYPES", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
-    monkeypatch.setattr(flash, "varlen_forward", operator.forward)
-    monkeypatch.setattr(flash, "varlen_backward", operator.backward)
+    monkeypatch.setattr(flash_implementation, "is_available", lambda device: True)
+    monkeypatch.setattr(flash_implementation, "_DTYPES", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+    monkeypatch.setattr(flash_implementation, "varlen_forward", operator.forward)
+    monkeypatch.setattr(flash_implementation, "varlen_backward", operator.backward)
     return operator
 
 
-def check_exact(qkv, cu, block, topk, **settings):
-    got, want = (run(qkv, cu, block, topk, implementation=name, **settings) for name in ("flash", "reference"))
+def check_exact(qkv, cu, block_size, top_k, **settings):
+    got, want = (run(qkv, cu, block_size, top_k, implementation=name, **settings) for name in ("flash", "reference"))
     for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
     assert got[0].is_contiguous()
@@ -101,24 +101,22 @@ def check_exact(qkv, cu, block, topk, **settings):
 # Exactness.
 
 
-@pytest.mark.parametrize("block", [1, 5, 16, 60, 64, 128])
-@pytest.mark.parametrize("topk", [1, 2, 3, 5])
-@pytest.mark.parametrize("S", [1, 61, 251])
-def test_odd_sizes(operator, S, block, topk):
-    check_exact(inputs(S, 2, 1, 8, seed=S + block), None, block, topk)
+@product(S=[1, 61, 251], top_k=[1, 2, 3, 5], block_size=[1, 5, 16, 60, 64, 128])
+def test_odd_sizes(operator, S, block_size, top_k):
+    check_exact(inputs(S, 2, 1, 8, seed=S + block_size), None, block_size, top_k)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@seeds(24, kept=8)
 def test_documents(operator, seed):
-    """Any documents, empty ones too, all queries or only the last of each, grouped heads, unequal widths."""
-    qkv, cu, block, topk, settings = random_case(seed)
-    check_exact(qkv, cu, block, topk, **settings)
+    """Random documents, also empty ones, with all queries or only the last ones, grouped heads and unequal widths."""
+    qkv, cu, block_size, top_k, settings = random_case(seed)
+    check_exact(qkv, cu, block_size, top_k, **settings)
 
 
-# What users of other implementations report.
+# Bugs that users of other implementations reported.
 
 
-def test_topk_1_is_attention_within_blocks(operator):
+def test_top_k_1_is_attention_within_blocks(operator):
     check_exact(inputs(256), None, 64, 1)
     ((*_, lengths, causal),) = operator.forwards
     assert causal and lengths == [[64] * 4] * 2
@@ -139,9 +137,9 @@ def test_grouped_heads(operator, S):
     torch.testing.assert_close(grouped[:2], repeated[:2], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("S,block,topk", [(251, 60, 3), (40, 1, 5), (250, 63, 2), (13, 4, 2)])
-def test_any_block_size(operator, S, block, topk):
-    check_exact(inputs(S), None, block, topk)
+@pytest.mark.parametrize("S,block_size,top_k", [(251, 60, 3), (40, 1, 5), (250, 63, 2), (13, 4, 2)])
+def test_any_block_size(operator, S, block_size, top_k):
+    check_exact(inputs(S), None, block_size, top_k)
 
 
 def test_a_document_inside_padding(operator):
@@ -151,10 +149,10 @@ def test_a_document_inside_padding(operator):
     torch.testing.assert_close(out[40:], alone, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("topk", [2, 3])
-def test_equal_keys(operator, topk):
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_equal_keys(operator, top_k):
     q, k, v = inputs(256)
-    check_exact([q, k.detach()[:1].repeat(256, 1, 1).requires_grad_(), v], None, 64, topk)
+    check_exact([q, k.detach()[:1].repeat(256, 1, 1).requires_grad_(), v], None, 64, top_k)
 
 
 @pytest.mark.parametrize("H,G", [(2, 2), (4, 1)])
@@ -167,20 +165,20 @@ def test_the_last_queries_only(operator, T, H, G):
 
 
 def test_decoding_reads_picked_blocks_only(operator):
-    """One query of 100 blocks: its own and two of each head."""
+    """One query of 100 blocks reads its current block and two more of each head."""
     q, k, v = (x.detach() for x in inputs(1600, 2, T=1))
     moba_attn_varlen(q, k, v, None, None, 16, 3, implementation="flash")
     assert [len(keys) for _, keys, *_ in operator.forwards] == [16, 32, 32]
 
 
 def test_decoding_a_batch(operator):
-    """Documents of one query each, whose keys do not follow each other."""
+    """Documents of one query each, whose keys are not consecutive."""
     cu = torch.tensor([0, 100, 100, 130, 300])
     check_exact(inputs(300, 4, 2, T=3), cu, 16, 3, cu_seqlens_q=torch.tensor([0, 1, 1, 2, 3]))
     assert operator.forwards[0][3] == [[1, 1, 1], [4, 30, 10]]  # 30 keys are dense
 
 
-def test_documents_that_topk_blocks_cover_are_one_dense_call(operator):
+def test_documents_that_top_k_blocks_cover_are_one_dense_call(operator):
     qkv = inputs(200, 4, 2)
     check_exact(qkv, torch.tensor([0, 40, 40, 131, 200]), 23, 4)
     ((q, k, v, lengths, causal),) = operator.forwards
@@ -189,7 +187,7 @@ def test_documents_that_topk_blocks_cover_are_one_dense_call(operator):
         assert x.data_ptr() == y.data_ptr()
 
 
-def test_scale_is_honoured(operator):
+def test_scale_is_applied(operator):
     qkv = inputs(256)
     outs = [check_exact(qkv, None, 64, 2, scale=scale)[0] for scale in (None, 0.05, 2.0)]
     assert all((x - y).abs().max() > 0.1 for x, y in itertools.pairwise(outs))
@@ -206,11 +204,11 @@ def test_int64_cu_seqlens(operator):
     assert all(map(torch.equal, check_exact(qkv, cu, 64, 2), check_exact(qkv, cu.long(), 64, 2)))
 
 
-# Blocks, groups, operands.
+# Blocks, segments and operands.
 
 
 def test_blocks_that_nobody_picks(operator):
-    """Each head picks block 0 or 3 alone: the others have no rows, and their keys no gradient but their own block's."""
+    """Each head picks only block 0 or 3. The other blocks have no rows, and no gradient from past queries."""
     q, k, v = inputs(256, 2, 2, 16)
     with torch.no_grad():
         k[:, :, 0], q[:, :, 0] = 0, 100
@@ -221,17 +219,17 @@ def test_blocks_that_nobody_picks(operator):
     assert all(x.isfinite().all() for x in got)
 
 
-def test_groups_of_unequal_sizes_in_several_documents(operator):
+def test_segments_of_unequal_sizes_in_several_documents(operator):
     cu = torch.tensor([0, 200, 210, 210, 333, 400])
     check_exact(inputs(400, 6, 2), cu, 16, 3)
-    own, *routed = operator.forwards
-    assert own[4] and not any(causal for *_, causal in routed) and len(routed) == 2
+    current, *routed = operator.forwards
+    assert current[4] and not any(causal for *_, causal in routed) and len(routed) == 2
     for q, k, _, lengths, _ in routed:
         assert q.shape[1] == k.shape[1] == 1 and set(lengths[1]) == {16} and len(set(lengths[0])) > 3
 
 
 def test_key_value_heads_are_not_copied(operator):
-    """Where all blocks but the last are picked, which is as good as always in training."""
+    """This holds if all blocks except the last are picked, which is practically always so in training."""
     q, k, v = (x.detach() for x in inputs(300, 6, 2))
     moba_attn_varlen(q, k, v, None, None, 32, 3, implementation="flash")
     assert len(operator.forwards) == 3
@@ -241,7 +239,7 @@ def test_key_value_heads_are_not_copied(operator):
 
 
 def test_strides_and_gradients_without_strides(operator):
-    """What the operator cannot read as it lies is copied: it would read the wrong addresses, or end the process."""
+    """Operands that the operator cannot read in place are copied: it would read wrong addresses, or crash."""
 
     def parts(row, *starts):
         buffer = torch.randn(90, row, dtype=torch.float64)
@@ -279,32 +277,35 @@ def test_nothing(operator):
 
 
 def errors(got, want):
-    """Relative, root mean square."""
+    """Returns relative root mean square errors."""
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, want, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("S,block,topk", [(500, 50, 4), (400, 130, 2), (400, 16, 20)])
-def test_rounding(operator, dtype, S, block, topk, monkeypatch):
-    """Little more than the error that the same operator makes of dense attention, however many parts are summed."""
+@product(dtype=[torch.bfloat16, torch.float16], sizes=[(500, 50, 4), (400, 130, 2), (400, 16, 20)])
+def test_rounding(operator, dtype, sizes, monkeypatch):
+    """The error is little more than that of dense attention, however many partial results are summed."""
+    S, block_size, top_k = sizes
     qkv = inputs(S, 4, 2, 32, dtype=dtype)
-    blocks = moba_select(*qkv[:2], None, block, topk)
+    blocks = moba_select(*qkv[:2], None, block_size, top_k)
     exact = [x.detach().double().requires_grad_() for x in qkv]
     dense = errors(run(qkv, None, S, 1, implementation="flash"), run(exact, None, S, 1, implementation="reference"))
     monkeypatch.setattr(api, "reference_attention", functools.partial(reference_attention, blocks_THJ=blocks))
     found = errors(
-        run(qkv, None, block, topk, implementation="flash"), run(exact, None, block, topk, implementation="reference")
+        run(qkv, None, block_size, top_k, implementation="flash"),
+        run(exact, None, block_size, top_k, implementation="reference"),
     )
     assert all(0 < mine <= 1.5 * theirs for mine, theirs in zip(found, dense, strict=True)), (found, dense)
 
 
 def test_sums_are_wide_and_have_no_gaps(operator):
-    """All that is added up is rounded once, by the caller; what the kernel gives alone is not widened."""
+    """Sums are rounded once, by the caller. Results that need no sum keep the dtype of the operator."""
     documents = [Document(0, 0, 100, 100)]
     q, k, v = (x.detach() for x in inputs(100, 4, 2, 16, 8, dtype=torch.bfloat16))
-    for block, topk, dtype in ((16, 3, torch.float32), (50, 2, torch.bfloat16)):
-        out, lse, blocks = flash.forward(q, k, v, documents, block, topk, topk - 1, 0.3)
-        grads = flash.backward(v.repeat(1, 2, 1), q, k, v, out.to(q.dtype), lse, blocks, documents, block, topk, 0.3)
+    for block_size, top_k, dtype in ((16, 3, torch.float32), (50, 2, torch.bfloat16)):
+        out, lse, blocks = flash_implementation.forward(q, k, v, documents, block_size, top_k, top_k - 1, 0.3)
+        grads = flash_implementation.backward(
+            v.repeat(1, 2, 1), q, k, v, out.to(q.dtype), lse, blocks, documents, block_size, top_k, 0.3
+        )
         assert lse.dtype == torch.float32 and [x.dtype for x in (out, *grads)] == [dtype] * 4
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
         assert all(x.is_contiguous() for x in (out, lse, blocks, *grads))
@@ -339,19 +340,19 @@ def test_compiles_to_one_graph(operator):
         assert torch.equal(x, y)
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wide_dtypes_are_refused(dtype, monkeypatch):
-    monkeypatch.setattr(flash, "is_available", lambda device: True)
+    monkeypatch.setattr(flash_implementation, "is_available", lambda device: True)
     with pytest.raises(ValueError, match=f"'flash' runs in bf16 and fp16, got {dtype}: choose 'torch'"):
         run(inputs(8, dtype=dtype), None, 4, 2, implementation="flash")
 
 
 @pytest.mark.parametrize("K,V", [(264, 8), (8, 257)])
 def test_wide_heads_are_refused(operator, K, V):
-    with pytest.raises(ValueError, match=f"up to 256 wide, got q and k {K}, v {V}: choose 'torch'"):
+    with pytest.raises(ValueError, match=f"head widths up to 256, got q and k {K}, v {V}: choose 'torch'"):
         run(inputs(8, K=K, V=V), None, 4, 2, implementation="flash")
 
 
@@ -361,25 +362,23 @@ def test_a_cpu_is_refused():
 
 
 def test_too_many_segments_are_refused(operator):
-    with pytest.raises(
-        ValueError, match="at most 65535 blocks .* got 65536: choose a larger moba_chunk_size, or 'torch'"
-    ):
+    with pytest.raises(ValueError, match="at most 65535 blocks .* got 65536: choose a larger block_size, or 'torch'"):
         run(inputs(65536, 1, 1, 1), None, 1, 1, implementation="flash")
 
 
 def test_too_many_pairs_are_refused(operator):
     blocks_THJ = torch.empty(1, dtype=torch.int32).expand(2**27, 1, 16)
     with pytest.raises(ValueError, match="in int32, got 134217728 queries of 1 heads with 16 past blocks each"):
-        next(flash._groups(blocks_THJ, 1, [], 4))
+        next(flash_implementation._kv_heads(blocks_THJ, 1, [], 4))
 
 
 @pytest.mark.parametrize("name", ["_flash_attention_forward", "_flash_attention_backward"])
 def test_torch_has_the_operators(name):
-    """With the arguments that are passed: shapes are worked out without a GPU."""
+    """torch accepts the arguments that are passed. Meta tensors give the shapes without a GPU."""
     q, k = (torch.empty(n, heads, 16, dtype=torch.bfloat16, device="meta") for n, heads in ((10, 4), (20, 2)))
     bounds = torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(3, dtype=torch.int32, device="meta"), 6, 12
-    out, lse = flash.varlen_forward(q, k, k, *bounds, True, 0.3)
+    out, lse = flash_implementation.varlen_forward(q, k, k, *bounds, True, 0.3)
     assert out.shape == q.shape and lse.shape == (4, 10) and lse.dtype == torch.float32
     if name.endswith("backward"):
-        grads = flash.varlen_backward(out, q, k, k, out, lse, *bounds, True, 0.3)
+        grads = flash_implementation.varlen_backward(out, q, k, k, out, lse, *bounds, True, 0.3)
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]

@@ -1,4 +1,4 @@
-"""What users of other implementations report, with the inputs that show it; fp32, as reported."""
+"""Bugs that users of other implementations reported, with the inputs that show them, in fp32 as reported."""
 
 import pytest
 import torch
@@ -12,36 +12,36 @@ def fp32(S, H=2, G=None, K=16, V=None):
     return [torch.randn(S, heads, width) for heads, width in ((H, K), (G or H, K), (G or H, V or K))]
 
 
-def oracle(q, k, v, cu, block, topk, **settings):
+def oracle(q, k, v, cu, block_size, top_k, **settings):
     wide = [x.detach().double() for x in (q, k, v)]
-    return moba_attn_varlen(*wide, cu, None, block, topk, implementation="reference", **settings)
+    return moba_attn_varlen(*wide, cu, None, block_size, top_k, implementation="reference", **settings)
 
 
 def close(got, want):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=5e-6)
 
 
-def blockwise(q, k, v, block):
-    """Causal attention within blocks."""
-    parts = (x.double().unflatten(0, (-1, block)).transpose(1, 2) for x in (q, k, v))
+def blockwise(q, k, v, block_size):
+    """Computes causal attention within blocks."""
+    parts = (x.double().unflatten(0, (-1, block_size)).transpose(1, 2) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def test_topk_1_is_attention_within_blocks():
+def test_top_k_1_is_attention_within_blocks():
     qkv = fp32(256)
     out = moba_attn_varlen(*qkv, None, 256, 64, 1)
     close(out, blockwise(*qkv, 64))
     assert (out - moba_attn_varlen(*qkv, None, 256, 256, 1)).abs().max() > 1  # which is not dense attention
 
 
-@pytest.mark.parametrize("topk", [1, 2, 3])
-def test_the_own_block_counts(topk):
-    """A query attends to topk blocks, of which its own is one."""
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_the_current_block_counts(top_k):
+    """A query attends to top_k blocks, including its current block."""
     q, k, _ = fp32(256)
-    v = torch.eye(4).repeat_interleave(64, 0)[:, None].expand(256, 2, 4)  # says of which block a value is
-    attended = (moba_attn_varlen(q, k, v.contiguous(), None, None, 64, topk) > 0).sum(-1)
-    assert torch.equal(attended, torch.arange(1, 5).clamp(max=topk).repeat_interleave(64)[:, None].expand(256, 2))
+    v = torch.eye(4).repeat_interleave(64, 0)[:, None].expand(256, 2, 4)  # each value names its block
+    attended = (moba_attn_varlen(q, k, v.contiguous(), None, None, 64, top_k) > 0).sum(-1)
+    assert torch.equal(attended, torch.arange(1, 5).clamp(max=top_k).repeat_interleave(64)[:, None].expand(256, 2))
 
 
 def test_cu_seqlens_changed_in_place():
@@ -63,14 +63,14 @@ def test_grouped_heads(S):
     close(moba_attn_varlen(q, *repeated, None, None, 64, 3), out.double())
 
 
-@pytest.mark.parametrize("S,block,topk", [(251, 60, 3), (40, 1, 5), (250, 63, 2), (13, 4, 2)])
-def test_any_block_size(S, block, topk):
+@pytest.mark.parametrize("S,block_size,top_k", [(251, 60, 3), (40, 1, 5), (250, 63, 2), (13, 4, 2)])
+def test_any_block_size(S, block_size, top_k):
     qkv = fp32(S)
-    close(moba_attn_varlen(*qkv, None, None, block, topk), oracle(*qkv, None, block, topk))
+    close(moba_attn_varlen(*qkv, None, None, block_size, top_k), oracle(*qkv, None, block_size, top_k))
 
 
 def test_a_document_inside_padding():
-    """Left padding of 40 of 200 as a document of its own: real rows are those of the 160 tokens alone."""
+    """If 40 tokens of left padding are a document, the real rows equal those of the 160 other tokens alone."""
     qkv = fp32(200)
     out = moba_attn_varlen(*qkv, torch.tensor([0, 40, 200]), None, 64, 2)
     close(out[40:], oracle(*(x[40:] for x in qkv), None, 64, 2))
@@ -78,25 +78,25 @@ def test_a_document_inside_padding():
 
 
 @pytest.mark.parametrize("first", [0, 1, 37, 64])
-def test_the_grid_restarts_at_every_document(first):
+def test_blocks_restart_at_every_document(first):
     qkv = fp32(256)
     cu = torch.tensor([0, first, 256])
     close(moba_attn_varlen(*qkv, cu, None, 64, 2)[first:], oracle(*(x[first:] for x in qkv), None, 64, 2))
 
 
-@pytest.mark.parametrize("topk", [2, 3])
-def test_equal_keys(topk):
-    """Exactly topk blocks, the earlier ones."""
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_equal_keys(top_k):
+    """Exactly top_k blocks are attended to, and ties go to the earlier blocks."""
     q, k, _ = fp32(256)
     k = k[:1].expand(256, 2, 16)
-    blocks = moba_select(q, k, None, 64, topk)
+    blocks = moba_select(q, k, None, 64, top_k)
     for n in range(4):
-        want = [*range(min(n, topk - 1)), *[-1] * (topk - 1 - n)]
-        assert torch.equal(blocks[64 * n : 64 * (n + 1)], torch.tensor(want).int().expand(64, 2, topk - 1))
+        want = [*range(min(n, top_k - 1)), *[-1] * (top_k - 1 - n)]
+        assert torch.equal(blocks[64 * n : 64 * (n + 1)], torch.tensor(want).int().expand(64, 2, top_k - 1))
 
 
 def test_the_last_queries_only():
-    """Prefill of the last 64 of 256, then the last alone: the rows of the whole."""
+    """The last 64, 1 and 100 of 256 queries give the same rows as all queries."""
     q, k, v = fp32(256)
     whole = oracle(q, k, v, None, 64, 2)
     for n in (64, 1, 100):
@@ -104,7 +104,7 @@ def test_the_last_queries_only():
         close(moba_attention(q[None, -n:], k[None], v[None], 64, 2)[0], whole[-n:])
 
 
-def test_scale_is_honoured():
+def test_scale_is_applied():
     qkv = fp32(256)
     for scale in (0.05, 2.0):
         out = moba_attn_varlen(*qkv, None, None, 64, 2, scale=scale)

@@ -1,8 +1,8 @@
-"""The gate: which blocks, exactly as many as asked for, ties, precision, memory."""
+"""The gate: the picked blocks and their number, ties, precision and memory."""
 
 import pytest
 import torch
-from moba_cases import inputs, random_documents
+from moba_cases import inputs, product, random_documents
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_mla_ulysses.moba import moba_select, routing
@@ -14,18 +14,18 @@ def documents_of(cu, T):
 
 
 def ordered(blocks_THJ):
-    """Rising, then -1."""
+    """Sorts the blocks in rising order, with -1 at the end."""
     none = blocks_THJ.shape[0] * 1000
     found = blocks_THJ.masked_fill(blocks_THJ < 0, none).sort(-1).values
     return found.masked_fill(found == none, -1).int()
 
 
-def check_against_oracle(q, k, cu, block, topk):
-    got = moba_select(q, k, cu, block, topk)
-    assert got.dtype == torch.int32 and got.shape == (*q.shape[:2], topk - 1)
+def check_against_oracle(q, k, cu, block_size, top_k):
+    got = moba_select(q, k, cu, block_size, top_k)
+    assert got.dtype == torch.int32 and got.shape == (*q.shape[:2], top_k - 1)
     for a, b in documents_of(cu, len(q)):
         k_SHK = k[a:b].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        assert torch.equal(got[a:b], ordered(chosen_blocks(q[a:b], k_SHK, 0, block, topk)))
+        assert torch.equal(got[a:b], ordered(chosen_blocks(q[a:b], k_SHK, 0, block_size, top_k)))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -37,34 +37,38 @@ def test_the_oracle_picks_the_same(seed):
     check_against_oracle(q, k, cu, [1, 5, 16, 40][seed // 2], 2 + seed % 5)
 
 
-@pytest.mark.parametrize("tile", [16, 50, 1024])
-@pytest.mark.parametrize("topk", [2, 3, 6])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_ties(dtype, topk, tile, monkeypatch):
-    """Small integers: scores are exact in any dtype, and most of them tie."""
+@product(dtype=[torch.float64, torch.float32, torch.bfloat16], top_k=[2, 3, 6], tile=[16, 50, 1024])
+def test_ties(dtype, top_k, tile, monkeypatch):
+    """With small integers, scores are exact in any dtype and most of them tie."""
     monkeypatch.setattr(routing, "_TILE_QUERIES", (tile, tile))
     torch.manual_seed(0)
     q = torch.randint(-1, 2, (200, 4, 2)).to(dtype)
     k = torch.randint(-1, 2, (25, 2, 2)).repeat_interleave(8, 0).to(dtype)
-    check_against_oracle(q, k, torch.tensor([0, 77, 200]), 8, topk)
+    check_against_oracle(q, k, torch.tensor([0, 77, 200]), 8, top_k)
 
 
-@pytest.mark.parametrize("S,block,H,D", [(256, 64, 2, 16), (1000, 7, 3, 33), (2048, 32, 4, 64)])
+@pytest.mark.parametrize("S,block_size,H,D", [(256, 64, 2, 16), (1000, 7, 3, 33), (2048, 32, 4, 64)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_blocks_of_equal_means_tie_whatever_a_product_rounds(dtype, S, block, H, D):
+def test_blocks_of_equal_means_tie_whatever_a_product_rounds(dtype, S, block_size, H, D):
     torch.manual_seed(0)
     q, k = torch.randn(S, H, D, dtype=dtype), torch.randn(1, H, D, dtype=dtype).expand(S, H, D)
-    own = torch.arange(S)[:, None, None] // block
+    current = torch.arange(S)[:, None, None] // block_size
     want = torch.arange(3).expand(S, H, 3)
-    assert torch.equal(moba_select(q, k, None, block, 4), want.masked_fill(want >= own, -1).int())
+    assert torch.equal(moba_select(q, k, None, block_size, 4), want.masked_fill(want >= current, -1).int())
 
 
-def margins(q, k, blocks, block):
-    """How far the worst that is picked scores above the best that is not, in fp64; the scores' size."""
-    N = k.shape[0] // block
-    means = k[: N * block].double().unflatten(0, (N, block)).mean(1).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+def margins(q, k, blocks, block_size):
+    """Returns how far the worst picked score is above the best one not picked, in fp64, and the largest score."""
+    N = k.shape[0] // block_size
+    means = (
+        k[: N * block_size]
+        .double()
+        .unflatten(0, (N, block_size))
+        .mean(1)
+        .repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    )
     scores = torch.einsum("thk,nhk->thn", q.double(), means)
-    competes = torch.arange(N) < (torch.arange(len(q)) // block)[:, None]
+    competes = torch.arange(N) < (torch.arange(len(q)) // block_size)[:, None]
     picked = torch.zeros(*q.shape[:2], N + 1, dtype=torch.bool).scatter_(-1, blocks.long() % (N + 1), True)[..., :N]
     worst = scores.masked_fill(~picked, float("inf")).amin(-1)
     best = scores.masked_fill(picked | ~competes[:, None], float("-inf")).amax(-1)
@@ -73,34 +77,34 @@ def margins(q, k, blocks, block):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precision(dtype):
-    """Picks are wrong by no more than fp32 rounding of the scores, whatever the dtype of the inputs."""
+    """Picks are right up to fp32 rounding of the scores, whatever the dtype of the inputs."""
     q, k, _ = (x.detach() for x in inputs(2000, 4, 2, 64, dtype=dtype))
     margin, size = margins(q, k, moba_select(q, k, None, 20, 5), 20)
     assert margin.min() >= -(2**-18) * size
 
 
 def test_precision_is_seen():
-    """Means rounded to bf16, or products of rounded queries, fail the check above."""
+    """Means that are rounded to bf16 fail the check above."""
     q, k, _ = (x.detach() for x in inputs(2000, 4, 2, 64, dtype=torch.bfloat16))
     means = k.unflatten(0, (100, 20)).mean(1).repeat_interleave(20, 0)
     margin, size = margins(q, k, moba_select(q, means, None, 20, 5), 20)
     assert margin.min() < -(2**-12) * size
 
 
-@pytest.mark.parametrize("topk", [2, 4, 9])
-def test_counts(topk):
-    """min(topk - 1, complete past blocks), each once, never the own block nor one after it."""
+@pytest.mark.parametrize("top_k", [2, 4, 9])
+def test_counts(top_k):
+    """min(top_k - 1, complete past blocks) are picked, each once, and never the current block or a later one."""
     q, k, _ = (x.detach() for x in inputs(330, 3, 1, dtype=torch.float32))
-    blocks = moba_select(q, k, torch.tensor([0, 330]), 32, topk)
-    own = torch.arange(330)[:, None] // 32
-    assert torch.equal((blocks >= 0).sum(-1), own.clamp(max=topk - 1).expand(330, 3))
-    assert (blocks < own[..., None]).all()
+    blocks = moba_select(q, k, torch.tensor([0, 330]), 32, top_k)
+    current = torch.arange(330)[:, None] // 32
+    assert torch.equal((blocks >= 0).sum(-1), current.clamp(max=top_k - 1).expand(330, 3))
+    assert (blocks < current[..., None]).all()
     rising = (blocks[..., 1:] > blocks[..., :-1]) | (blocks[..., 1:] < 0)
     assert rising.all()
 
 
 def test_the_query_is_taken_as_it_is():
-    """Which blocks are picked does not depend on its length, nor on another head."""
+    """The picked blocks depend neither on the length of the query nor on other heads."""
     q, k, _ = (x.detach() for x in inputs(300, 2))
     blocks = moba_select(q, k, None, 20, 4)
     assert torch.equal(moba_select(q * 0.25, k, None, 20, 4), blocks)

@@ -1,4 +1,4 @@
-"""UlyssesMoBAAttention equals MoBA on whole tensors in one process: forward and gradients, every rank."""
+"""UlyssesMoBAAttention equals MoBA on whole tensors in one process: forward and gradients, on every rank."""
 
 import pytest
 import torch
@@ -13,15 +13,17 @@ def whole_tensors(B, S, H, G, width):
     return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
 
 
-def oracle(q, k, v, grad, boundaries, block, topk, scale):
-    """All heads, the boolean-mask reference, one process."""
+def oracle(q, k, v, grad, boundaries, block_size, top_k, scale):
+    """Computes all heads in one process with the reference implementation."""
     from ds_mla_ulysses.moba import moba_attn_varlen
 
     B, S = q.shape[:2]
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     cu = torch.tensor(boundaries) if boundaries is not None else torch.arange(B + 1) * S
     flat = [x.flatten(0, 1) for x in inputs]
-    out = moba_attn_varlen(*flat, cu, None, block, topk, scale=scale, implementation="reference").unflatten(0, (B, S))
+    out = moba_attn_varlen(*flat, cu, None, block_size, top_k, scale=scale, implementation="reference").unflatten(
+        0, (B, S)
+    )
     out.backward(grad)
     return [out.detach(), *(x.grad for x in inputs)]
 
@@ -34,8 +36,8 @@ def check(
     width,
     batch_dim_idx,
     boundaries,
-    block,
-    topk,
+    block_size,
+    top_k,
     scale=None,
     implementation="torch",
     strategy="packed",
@@ -49,14 +51,14 @@ def check(
 
     group = SequenceGroup.of(dist.group.WORLD).with_split(split)
     whole = whole_tensors(B, T * group.size, H, G, width)
-    want = oracle(*whole, boundaries, block, topk, scale)
+    want = oracle(*whole, boundaries, block_size, top_k, scale)
     places = torch.arange(T * group.size)
     mine = places[group.rank * T : (group.rank + 1) * T]
     if split == "head_tail":
-        chunks = places.chunk(2 * group.size)
-        mine = torch.cat([chunks[group.rank], chunks[-1 - group.rank]])
+        runs = places.chunk(2 * group.size)
+        mine = torch.cat([runs[group.rank], runs[-1 - group.rank]])
     flip = (lambda x: x.transpose(0, 1)) if batch_dim_idx == 1 else (lambda x: x)
-    config = MoBAConfig(moba_chunk_size=block, moba_topk=topk, implementation=implementation)
+    config = MoBAConfig(block_size=block_size, top_k=top_k, implementation=implementation)
     attention = dmu.UlyssesMoBAAttention(config, group, strategy)
     inputs = [flip(x[:, mine]).contiguous().requires_grad_() for x in whole[:3]]
     cu = None if boundaries is None else torch.tensor(boundaries)
@@ -105,21 +107,21 @@ def test_its_query_heads_are_those_of_the_class_that_it_stands_in_for(strategy, 
 @pytest.mark.parametrize("H,G", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_equals_one_process(size, H, G, batch_dim_idx, strategy):
-    """Blocks of 7 in 46 or 92 tokens: they begin anywhere in a rank's part, and the last is not complete."""
+    """Blocks of 7 in 46 or 92 tokens begin anywhere in a rank's shard, and the last block is incomplete."""
     run_ranks(size, check, 2, 23, H, G, V, batch_dim_idx, None, 7, 3, strategy=strategy)
 
 
 @STRATEGIES
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("topk", [1, 2, 5, 40])
-def test_blocks_per_query(size, topk, strategy):
-    run_ranks(size, check, 1, 32, 4, 2, K, 0, None, 8, topk, 0.3, strategy=strategy)
+@pytest.mark.parametrize("top_k", [1, 2, 5, 40])
+def test_blocks_per_query(size, top_k, strategy):
+    run_ranks(size, check, 1, 32, 4, 2, K, 0, None, 8, top_k, 0.3, strategy=strategy)
 
 
 @STRATEGIES
 @pytest.mark.parametrize("size", [2, 4])
 def test_documents_are_those_of_the_whole_sequence(size, strategy):
-    """The grid of blocks restarts in each; they cross the ranks, one is shorter than a block and one empty."""
+    """Blocks restart in each document. Documents cross ranks, one is shorter than a block, and one is empty."""
     S = 24 * size
     boundaries = [0, 5, 5, 31, S, S + 17, 2 * S]
     run_ranks(size, check, 2, 24, 4, 2, V, 0, boundaries, 4, 2, strategy=strategy)
@@ -128,7 +130,7 @@ def test_documents_are_those_of_the_whole_sequence(size, strategy):
 @pytest.mark.parametrize("batch_dim_idx", [0, 1])
 @pytest.mark.parametrize("size", [2, 4])
 def test_head_and_tail(size, batch_dim_idx):
-    """Documents that begin and end in either run of a rank."""
+    """Documents begin and end in either run of a rank."""
     S = 24 * size
     boundaries = [0, 5, 5, 31, S, S + 17, 2 * S]
     settings = dict(strategy="gather_kv", split="head_tail")
@@ -142,7 +144,7 @@ def test_heads_that_do_not_divide(size, H, G, strategy):
 
 
 def test_more_ranks_than_heads():
-    """Gathered keys need no heads to share."""
+    """Gathered keys need no heads to divide among the ranks."""
     run_ranks(4, check, 1, 9, 2, 1, V, 0, None, 5, 2, strategy="gather_kv")
 
 
@@ -151,7 +153,7 @@ def test_the_reference_can_be_chosen():
 
 
 def sums_in_fp32():
-    """What the ranks say of one key is rounded to bf16 once: 1 + 2 ** -9 of each would be lost one by one."""
+    """The ranks' gradients of one key are rounded to bf16 once. Rounded one by one, small ones would be lost."""
     import torch.distributed as dist
 
     from ds_mla_ulysses.comm.group import SequenceGroup
@@ -171,7 +173,7 @@ def test_gathered_gradients_are_summed_in_fp32():
 
 
 def compiled(strategy):
-    """A whole graph up to the gate; values are the eager ones."""
+    """Compiled values equal the eager ones. The graph is whole up to the gate."""
     import torch.distributed as dist
 
     import ds_mla_ulysses as dmu
@@ -198,8 +200,10 @@ def bad_arguments():
 
     with pytest.raises(ValueError, match=r"strategy must be one of \['packed', 'gather_kv'\], got 'ring'"):
         dmu.UlyssesMoBAAttention(MoBAConfig(), None, "ring")
-    with pytest.raises(ValueError, match="one attention has one moba_chunk_size"):
-        dmu.UlyssesMoBAAttention(MoBAConfig(moba_topk=(2, 3)), None)
+    with pytest.raises(TypeError, match="config must be a MoBAConfig, got 4"):
+        dmu.UlyssesMoBAAttention(4, None)
+    with pytest.raises(ValueError, match=r"takes one block_size and one top_k, got block_size=4096, top_k=\(2, 3\)"):
+        dmu.UlyssesMoBAAttention(MoBAConfig(top_k=(2, 3)), None)
     x = torch.zeros(1, 4, 2, K)
     attention = dmu.UlyssesMoBAAttention(MoBAConfig(), None, "gather_kv")
     with pytest.raises(ValueError, match=r"q must be \[B, T, H, K\]"):
@@ -219,4 +223,4 @@ def positional():
 
 
 def test_positional_arguments_are_refused():
-    raises_on_ranks(2, ValueError, "MoBA takes cu_seqlens and scale by keyword", positional)
+    raises_on_ranks(2, TypeError, "unexpected arguments .*: pass cu_seqlens and scale by keyword", positional)

@@ -1,4 +1,4 @@
-"""MoBA in a Trainer: over ranks it is a plain Trainer's, and full attention takes over where the callback says."""
+"""MoBA in a Trainer: over ranks it equals a plain Trainer, and the callback switches to full attention."""
 
 import functools
 
@@ -13,7 +13,7 @@ import ds_mla_ulysses as dmu
 
 
 def registered(model):
-    """Blocks of 4, in samples of 12 to 39 tokens."""
+    """Makes the model run MoBA with blocks of 4. Samples have 12 to 39 tokens."""
     dmu.register_moba(dmu.MoBAConfig(4, 3, full_attention_layers=(1,)), "moba_trainer")
     model.set_attn_implementation("moba_trainer")
     return model
@@ -34,7 +34,7 @@ def test_two_groups_and_accumulation():
 
 
 def test_documents():
-    """Others do not move the loss of the third."""
+    """Other documents do not change the loss of the third."""
     run = Run(
         "llama", batch=1, steps=1, prepare=registered, data=functools.partial(three_documents, True), trainer=no_mask
     )
@@ -48,7 +48,7 @@ def switching(after):
 
 
 def test_full_attention_from_a_fraction_on():
-    """Of 4 steps the last two: a learning rate of 0 shows each step's loss on the first weights."""
+    """The last two of 4 steps run full attention. A learning rate of 0 keeps the weights, so that losses compare."""
     still = dict(steps=4, args=(("learning_rate", 0.0),))
     switched = Run("llama", prepare=registered, trainer=functools.partial(switching, 0.5), **still)
     sparse, dense = (reference(Run("llama", prepare=p, **still))["losses"] for p in (registered, None))
@@ -59,7 +59,7 @@ def test_full_attention_from_a_fraction_on():
 
 
 def resumed(folder):
-    """From the checkpoint of the third step, in a new Trainer."""
+    """Resumes from the checkpoint of the third step in a new Trainer."""
     saving = (("save_strategy", "steps"), ("save_steps", 3), ("output_dir", folder), ("learning_rate", 0.0))
     run = Run("llama", prepare=registered, steps=4, args=saving, trainer=functools.partial(switching, 0.5))
     with fresh_state():
@@ -80,7 +80,7 @@ def test_resumed_runs_know_where_they_are(tmp_path):
 
 
 def test_fractions_of_steps(monkeypatch):
-    """As many MoBA steps as the fraction says, whatever its last bit."""
+    """The number of MoBA steps is exact for every fraction, despite rounding."""
     from types import SimpleNamespace
 
     from ds_mla_ulysses.integrations import callbacks
@@ -98,15 +98,17 @@ def test_fractions_of_steps(monkeypatch):
 
 def test_bad_fractions():
     for after in (-0.1, 1.5):
-        with pytest.raises(ValueError, match="after is the fraction of the steps that run MoBA, 0 to 1"):
+        with pytest.raises(ValueError, match="after must be the fraction of the steps that run MoBA, 0 to 1"):
             dmu.FullAttentionCallback(after)
+    with pytest.raises(TypeError, match="after must be the fraction of the steps that run MoBA, 0 to 1, got '0.5'"):
+        dmu.FullAttentionCallback("0.5")
     run = Run("llama", trainer=functools.partial(switching, 0.5))
     with fresh_state(), pytest.raises(ValueError, match="LlamaForCausalLM has no MoBA layers"):
         build(run, 0).train()
 
 
 def test_generation_beside_training():
-    """The plain model's, MoBA included."""
+    """Generation equals that of the plain model with MoBA."""
     assert run_ranks(2, generates) == [True, True]
 
 

@@ -1,10 +1,11 @@
-"""Dense attention that also returns the log-sum-exp of every row, and its gradients from a merged result.
+"""Dense attention that also returns each row's log-sum-exp (lse), and the gradients from a merged output and lse.
 
-With `out` and `lse` of one call, the gradients are that call's. With those merged over several calls that
-share queries, they are the call's part of the gradients of the whole.
+If `out` and `lse` come from one call, `attend_backward` returns the gradients of that call. If they are merged over
+several calls that share queries, it returns that call's contribution to the gradients of the merged result.
 
-Letters: B calls in one · H query heads · G key/value heads, H a multiple of G · Q queries · S keys · K query/key
-width · V value width.
+Letters: B attentions in one call · H query heads · G KV heads (H is a multiple of G) · R = H/G · Q queries ·
+S keys · X = R*Q, the rows of all query heads that share a KV head · K query and key width · V value width ·
+D any width.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ from torch import Tensor
 from ..comm.collectives import accumulation_dtype
 
 _aten = torch.ops.aten
-#: Scores of one tile of queries in plain matmuls.
+#: The number of scores in one tile of queries, when plain matmuls compute them.
 _TILE_SCORES = 2**26
 
 
 def has_flash(device: torch.device) -> bool:
-    """Whether the device has a flash operator that returns log-sum-exp and takes merged ones; else plain matmuls."""
+    """Returns whether the device has a flash operator that returns the lse and takes a merged one.
+
+    `attend` uses plain matmuls on all other devices.
+    """
     return device.type == "cpu"
 
 
 def attend(q_BHQK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out_BHQV; lse_BHQ in fp32 or wider. Causal needs as many keys as queries; there must be some of both."""
-    assert q_BHQK.shape[2] > 0 and k_BGSK.shape[2] > 0, "the CPU operator ends the process without queries"
+    """Returns out_BHQV, and lse_BHQ in fp32 or wider.
+
+    There must be at least one query and one key. Causal attention needs as many keys as queries.
+    """
+    assert q_BHQK.shape[2] > 0 and k_BGSK.shape[2] > 0, "the CPU operator crashes the process without queries"
     if not has_flash(q_BHQK.device):
         return _plain_forward(q_BHQK, k_BGSK, v_BGSV, causal, scale)
     V = v_BGSV.shape[-1]
@@ -46,7 +53,7 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their dtype or wider. `out` and `lse` may be merged over several calls."""
+    """Returns the gradients of q, k and v in their dtype or wider. `out` and `lse` may be merged over several calls."""
     if not has_flash(q_BHQK.device):
         return _plain_backward(grad_BHQV, q_BHQK, k_BGSK, v_BGSV, out_BHQV, lse_BHQ, causal, scale)
     K, V = q_BHQK.shape[-1], v_BGSV.shape[-1]
@@ -58,7 +65,7 @@ def attend_backward(
 
 
 def _one_width(*tensors: Tensor) -> list[Tensor]:
-    """The operator knows one width: zeros change neither scores nor the columns that are kept."""
+    """Pads all tensors to one width, as the operator requires. Zeros change neither the scores nor the kept columns."""
     width = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
@@ -73,8 +80,8 @@ def _future(tile: slice, S: int, device: torch.device) -> Tensor:
     return torch.arange(S, device=device) > queries[:, None]
 
 
-def _grouped(x_BHQD: Tensor, G: int, tile: slice, dtype: torch.dtype) -> Tensor:
-    """[B, G, R*Q, D]: the rows of all heads that read one key/value head."""
+def _by_kv_head(x_BHQD: Tensor, G: int, tile: slice, dtype: torch.dtype) -> Tensor:
+    """Returns x_BGXD: the rows of all query heads that share a KV head."""
     return x_BHQD[:, :, tile].to(dtype).unflatten(1, (G, -1)).flatten(2, 3)
 
 
@@ -86,15 +93,15 @@ def _scores(q_BGXK: Tensor, k_BGSK: Tensor, R: int, tile: slice, causal: bool, s
     return scores_BGXS
 
 
-def _plain_forward(q_BHQK, k_BGSK, v_BGSV, causal, scale):
+def _plain_forward(q_BHQK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     (B, H, Q, _), (_, G, S, V) = q_BHQK.shape, v_BGSV.shape
     wide = accumulation_dtype(q_BHQK.dtype)
     k, v = k_BGSK.to(wide), v_BGSV.to(wide)
-    # Laid out as the flash operator does, tokens before heads.
+    # The memory layout is that of the flash operator: tokens before heads.
     out_BHQV = q_BHQK.new_empty(B, Q, H, V).transpose(1, 2)
     lse_BHQ = q_BHQK.new_empty(B, Q, H, dtype=wide).transpose(1, 2)
     for tile in _tiles(B, H, Q, S):
-        scores_BGXS = _scores(_grouped(q_BHQK, G, tile, wide), k, H // G, tile, causal, scale)
+        scores_BGXS = _scores(_by_kv_head(q_BHQK, G, tile, wide), k, H // G, tile, causal, scale)
         lse_BGX = scores_BGXS.logsumexp(-1)
         out_BGXV = (scores_BGXS - lse_BGX.unsqueeze(-1)).exp() @ v
         out_BHQV[:, :, tile] = out_BGXV.unflatten(2, (H // G, -1)).flatten(1, 2)
@@ -102,14 +109,23 @@ def _plain_forward(q_BHQK, k_BGSK, v_BGSV, causal, scale):
     return out_BHQV, lse_BHQ
 
 
-def _plain_backward(grad_BHQV, q_BHQK, k_BGSK, v_BGSV, out_BHQV, lse_BHQ, causal, scale):
+def _plain_backward(
+    grad_BHQV: Tensor,
+    q_BHQK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    out_BHQV: Tensor,
+    lse_BHQ: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     (B, H, Q, K), (_, G, S, _) = q_BHQK.shape, v_BGSV.shape
     wide = accumulation_dtype(q_BHQK.dtype)
     k, v = k_BGSK.to(wide), v_BGSV.to(wide)
     dq_BHQK = q_BHQK.new_empty(B, Q, H, K, dtype=wide).transpose(1, 2)
     dk_BGSK, dv_BGSV = torch.zeros_like(k), torch.zeros_like(v)
     for tile in _tiles(B, H, Q, S):
-        q, grad, out = (_grouped(x, G, tile, wide) for x in (q_BHQK, grad_BHQV, out_BHQV))
+        q, grad, out = (_by_kv_head(x, G, tile, wide) for x in (q_BHQK, grad_BHQV, out_BHQV))
         lse_BGX = lse_BHQ[:, :, tile].unflatten(1, (G, -1)).flatten(2, 3)
         weights_BGXS = (_scores(q, k, H // G, tile, causal, scale) - lse_BGX.unsqueeze(-1)).exp()
         dv_BGSV += weights_BGXS.mT @ grad
