@@ -22,7 +22,9 @@ def readme() -> str:
     return re.sub(relative, rf"]({SOURCE}/blob/main/\1)", text)
 
 
-TRAINER = [f"{name}>={OPTIONAL[name][0]}" for name in ("peft", "trl", "liger-kernel")]
+TRAINER = [f"{name}>={OPTIONAL[name][0]}" for name in ("peft", "liger-kernel")]
+# No release of trl that is supported runs on Python 3.10.
+TRAINER.append(f'trl>={OPTIONAL["trl"][0]}; python_version >= "3.11"')
 SHOW = ["matplotlib"]
 DOCS = ["mkdocs", "mkdocs-material", "mkdocstrings[python]"]
 TEST = [*TRAINER, *SHOW, "pytest"]

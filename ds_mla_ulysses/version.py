@@ -25,10 +25,11 @@ REQUIREMENTS = {
 OPTIONAL_REQUIREMENTS = {
     # peft 0.17 cannot be imported with transformers 5.
     "peft": ("0.18.0", "0.21.2"),
-    # install() refuses the loss of trl 1.9, 1.12 and 1.14. The loss of 1.15 needs a GPU and was not tried.
+    # install() refuses the loss of trl 1.9, 1.12 and 1.14. The loss of 1.15 needs a GPU and was not tried. From 1.15 on,
+    # trl needs Python 3.11.
     "trl": ("1.16.0", "1.16.0"),
     # liger-kernel 0.8.0 has no kernels for DeepSeek-V3. The releases up to 0.8.4 were not tried.
     "liger-kernel": ("0.8.5", "0.8.5"),
-    # 3.9.0 is the release that was tested with torch 2.13; no other one was tried.
-    "triton": ("3.9.0", "3.9.0"),
+    # 3.8.0 is the last release for Python 3.10. No older one was tried.
+    "triton": ("3.8.0", "3.9.0"),
 }
