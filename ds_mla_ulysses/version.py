@@ -30,6 +30,6 @@ OPTIONAL_REQUIREMENTS = {
     "trl": ("1.16.0", "1.16.0"),
     # liger-kernel 0.8.0 has no kernels for DeepSeek-V3. The releases up to 0.8.4 were not tried.
     "liger-kernel": ("0.8.5", "0.8.5"),
-    # 3.8.0 is the last release for Python 3.10. No older one was tried.
-    "triton": ("3.8.0", "3.9.0"),
+    # torch 2.13 with CUDA installs triton 3.7.1. No older release was tried.
+    "triton": ("3.7.1", "3.9.0"),
 }
