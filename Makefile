@@ -6,26 +6,31 @@ PYTEST_ARGS ?=
 PIP_FLAGS := -qq --disable-pip-version-check
 SOURCES := $(wildcard ds_mla_ulysses tests examples benchmarks setup.py)
 FREE_PORT := import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])
-# The lowest releases that setup.py allows, as name==version.
-FLOORS = $$(sed -n 's/^ *"\(deepspeed\|transformers\|accelerate\)>=\([0-9.]*\).*/\1==\2/p' setup.py)
+SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
+VERSIONS := import runpy, sys; v = runpy.run_path("ds_mla_ulysses/version.py")
+# The lowest supported releases of all required packages, as name==version.
+FLOORS = $$($(PYTHON) -c '$(VERSIONS); print(*(f"{name}=={lowest}" for name, (lowest, _) in v["REQUIREMENTS"].items()))')
 
-.PHONY: help demo test lint test-floor clean
+.PHONY: help demo test test-fast lint docs wheel test-floor clean
 
 help:
 	@echo "make demo        train a small model on two processes and compare it with one (DEMO_ARGS=$(DEMO_ARGS))"
-	@echo "make test        the whole test suite"
-	@echo "make lint        ruff: rules and formatting"
-	@echo "make test-floor  tests/hf and tests/deepspeed with the oldest supported releases"
-	@echo "make clean       remove environments and caches"
-	@echo "The first of them makes .venv (2 minutes and 2.5 GB with a CPU build of torch, more with CUDA). Another Python: make PYTHON=python3.12 test"
+	@echo "make test        run the whole test suite (part of it: PYTEST_ARGS=tests/unit)"
+	@echo "make test-fast   run the tests that need no launcher and at most two processes"
+	@echo "make lint        ruff (rules and formatting) and mypy"
+	@echo "make docs        build the documentation in site/; warnings are errors"
+	@echo "make wheel       build the sdist and the wheel in dist/ and check the wheel in a new environment"
+	@echo "make test-floor  run tests/hf and tests/deepspeed with the lowest supported releases"
+	@echo "make clean       remove environments, build outputs and caches"
+	@echo "The first target makes .venv (2 minutes and 2.5 GB with a CPU build of torch, more with CUDA). Another Python: make PYTHON=python3.12 test"
 
-.venv/stamp: setup.py constraints.txt
+.venv/stamp: setup.py ds_mla_ulysses/version.py constraints.txt
 	@echo "Making .venv with torch, deepspeed, transformers and trl (about 2 minutes, once)"
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 10) <= v < (3, 14) and "Python 3.10 to 3.13 is needed, $(PYTHON) is %d.%d: make PYTHON=..." % v)'
+	@$(PYTHON) -c '$(VERSIONS); low, high = v["PYTHON"]; sys.exit(not low <= sys.version_info[:2] <= high and "Python %d.%d to %d.%d is needed, $(PYTHON) is %d.%d: make PYTHON=..." % (*low, *high, *sys.version_info[:2]))'
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	@# torch first and pinned: what comes next must not look for a newer one, with gigabytes of CUDA
-	@.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt torch==2.13.0
-	@.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	@# torch comes first and pinned, so that nothing after it looks for a newer release with gigabytes of CUDA
+	@.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt torch
+	@.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: .venv/stamp
@@ -36,23 +41,49 @@ test: .venv/stamp
 	@echo "Running the test suite (about 14 minutes on 2 cores)"
 	@.venv/bin/python -m pytest $(PYTEST_ARGS)
 
+test-fast: .venv/stamp
+	@echo "Running the fast tests (less than 3 minutes on 2 cores)"
+	@.venv/bin/python -m pytest -m "not launcher and not four_ranks and not slow" $(PYTEST_ARGS)
+
 lint: .venv/stamp
-	@echo "Checking rules and formatting (seconds)"
+	@echo "Checking rules, formatting and types (less than 1 minute)"
 	@.venv/bin/ruff check $(SOURCES)
 	@.venv/bin/ruff format --check $(SOURCES)
+	@.venv/bin/mypy
 
-.venv-floor/stamp: setup.py constraints.txt
-	@echo "Making .venv-floor with the oldest supported releases:" $(FLOORS) "(about 2 minutes, once)"
+docs: .venv/stamp
+	@echo "Building the documentation in site/ (seconds)"
+	@.venv/bin/mkdocs build --strict
+
+# The wheel is built from the sdist. Its environment is made in a temporary folder and borrows the dependencies of
+# .venv through a .pth file, which does not activate the editable installation of this clone.
+wheel: .venv/stamp
+	@echo "Building the sdist and the wheel, and checking the wheel on two processes (less than 1 minute)"
+	@rm -rf dist build *.egg-info
+	@.venv/bin/python -m build --outdir dist .
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	.venv/bin/python -m venv --without-pip "$$folder/venv"; \
+	.venv/bin/python -m pip --python "$$folder/venv/bin/python" install $(PIP_FLAGS) --no-deps dist/*.whl; \
+	.venv/bin/python -c '$(SITE_PACKAGES)' > "$$("$$folder/venv/bin/python" -c '$(SITE_PACKAGES)')/dependencies.pth"; \
+	cp tests/wheel_check.py "$$folder"; \
+	cd "$$folder"; \
+	unset PYTHONPATH; \
+	venv/bin/ds-mla-ulysses plan --model deepseek-v3 --sp 2 --tokens 4096 > plan.txt; \
+	DS_ACCELERATOR=cpu venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 wheel_check.py
+	@ls -l dist
+
+.venv-floor/stamp: setup.py ds_mla_ulysses/version.py constraints.txt
+	@echo "Making .venv-floor with the lowest supported releases:" $(FLOORS) "(about 2 minutes, once)"
 	@test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
-	@.venv-floor/bin/python -m pip install $(PIP_FLAGS) torch==2.13.0 pytest $(FLOORS)
+	@.venv-floor/bin/python -m pip install $(PIP_FLAGS) pytest $(FLOORS)
 	@.venv-floor/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
 	@touch $@
 
 test-floor: .venv-floor/stamp
-	@echo "Running tests/hf and tests/deepspeed with the oldest supported releases (about 6 minutes on 2 cores)"
+	@echo "Running tests/hf and tests/deepspeed with the lowest supported releases (about 6 minutes on 2 cores)"
 	@.venv-floor/bin/python -m pytest tests/hf tests/deepspeed $(PYTEST_ARGS)
 
 clean:
 	@echo "Removing environments, build outputs and caches"
-	@rm -rf .venv .venv-floor build dist *.egg-info .pytest_cache .ruff_cache
+	@rm -rf .venv .venv-floor build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

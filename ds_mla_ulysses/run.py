@@ -1,11 +1,11 @@
-"""Runs a training script with `install()` called before it.
+"""Calls `install()` and then runs a training script.
 
     deepspeed --num_gpus 8 --module ds_mla_ulysses.run train.py --my-argument 1
     accelerate launch --config_file config.yaml --module ds_mla_ulysses.run train.py --my-argument 1
     torchrun --nproc-per-node 8 --module ds_mla_ulysses.run train.py --my-argument 1
 
-`--sp-in-eval`, `--strategy`, `--split` and `--head-chunks` in front of the script are arguments of `install`; `-m` takes a
-module for the script.
+`--sp-in-eval`, `--strategy`, `--split` and `--head-chunks` go in front of the script and are passed to `install`. With
+`-m`, the script is the name of a module.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from .integrations.trainer import install
 
 
 def main(arguments: list[str]) -> None:
-    """Installs, and runs the script as `__main__` with the arguments behind it."""
+    """Calls `install` and runs the script as `__main__` with the arguments that follow it."""
     parser = argparse.ArgumentParser(prog="python -m ds_mla_ulysses.run", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--sp-in-eval", action="store_true", help="evaluation of a Trainer shares sequences too")
-    parser.add_argument("--strategy", default="packed", help="what travels between ranks, as of parallelize")
-    parser.add_argument("--split", default="contiguous", help="which tokens a rank holds, as of parallelize")
-    parser.add_argument("--head-chunks", type=int, default=1, help="parts of the own heads, as of parallelize")
-    parser.add_argument("--checks", default="always", help="when to run checks that cost time, as in parallelize")
+    parser.add_argument("--sp-in-eval", action="store_true", help="share sequences in the evaluation of a Trainer too")
+    parser.add_argument("--strategy", default="packed", help="what travels between ranks, as for parallelize")
+    parser.add_argument("--split", default="contiguous", help="which tokens each rank holds, as for parallelize")
+    parser.add_argument(
+        "--head-chunks", type=int, default=1, help="number of chunks of the local heads, as for parallelize"
+    )
+    parser.add_argument("--checks", default="always", help="when to run checks that cost time, as for parallelize")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it first
     parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
     args = parser.parse_args(arguments)
     launchers = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     install(
@@ -44,7 +46,7 @@ def main(arguments: list[str]) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(args.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))  # as python puts it
+        sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))  # as `python script.py` does
         runpy.run_path(args.script, run_name="__main__")
 
 

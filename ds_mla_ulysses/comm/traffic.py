@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-# Meters that are open now. Collectives run in autograd's threads and inside compiled graphs too, so
-# the list is the process's: a context variable would not reach them.
-_open_meters: list[TrafficMeter] = []
+from ..process_state import PROCESS
 
 
 class TrafficMeter:
@@ -28,11 +26,11 @@ class TrafficMeter:
         self.bytes: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> TrafficMeter:
-        _open_meters.append(self)
+        PROCESS.open_meters.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _open_meters.remove(self)
+        PROCESS.open_meters.remove(self)
 
     @property
     def total_bytes(self) -> int:
@@ -47,6 +45,6 @@ class TrafficMeter:
 
 def record(collective: str, direction: str, sent_bytes: int) -> None:
     """Adds one call that sends `sent_bytes` to other ranks to every open meter."""
-    for meter in _open_meters:
+    for meter in PROCESS.open_meters:
         meter.calls[collective, direction] += 1
         meter.bytes[collective, direction] += sent_bytes

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..hf.handle import Handle
+from ..requirements import check, lowest
 
 Config = str | os.PathLike | Mapping[str, Any]
 
@@ -58,7 +59,7 @@ def initialize(
 
     Raises:
         ValueError: a key left "auto", or settings under which the update would not be right.
-        RuntimeError: another parallel layout is active in DeepSpeed, or it is older than 0.19.
+        RuntimeError: another parallel layout is active in DeepSpeed, or it is older than `version.REQUIREMENTS` allows.
     """
     import deepspeed
 
@@ -98,9 +99,10 @@ def build_engine(
     inside = {id(m) for m in model.modules()}
     if not all(id(m) in inside for m in handle.model.modules()):
         raise ValueError("handle belongs to another model: pass the model that parallelize was given.")
-    if tuple(map(int, deepspeed.__version__.split(".")[:2])) < (0, 19):
+    if check("deepspeed", deepspeed.__version__) == "too old":
         raise RuntimeError(
-            f"DeepSpeed {deepspeed.__version__} gives other updates than one process: install deepspeed >= 0.19.0."
+            f"With DeepSpeed {deepspeed.__version__} the updates differ from those of one process: "
+            f"install deepspeed >= {lowest('deepspeed')}."
         )
     _refuse(settings, handle)
     if getattr(groups, "mesh_device", None) is not None:

@@ -46,15 +46,14 @@ from ..layout.loss import count_items, sequence_loss, sum_of_losses
 from ..layout.shard import LAYOUT, SHIFT_LABELS
 from ..layout.split import in_order
 from ..planner.auto import Auto
-from ..version import TESTED_VERSIONS
+from ..process_state import PROCESS
+from ..requirements import check, highest_tested, installed, lowest
 from .dataloader import ShardedDataLoader
 from .deepspeed import build_engine, init_deepspeed_on_cpu, load_config
 
 #: Packages of whose symbols `install` replaces some.
 _REPLACES_IN = ("deepspeed", "accelerate", "transformers")
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-
-_installation: _Installation | None = None
 
 
 def install(
@@ -80,9 +79,8 @@ def install(
         ValueError: an unknown strategy, a split that it does not have, no number of parts.
         RuntimeError: a symbol of the table is missing in the installed versions, or another setting is installed.
 
-    Warns: by name of each package whose version is not the tested one.
+    Warns: UserWarning for each package whose version lies outside the tested range.
     """
-    global _installation
     settings = {
         "sp_in_eval": sp_in_eval,
         "strategy": strategy,
@@ -90,18 +88,21 @@ def install(
         "head_chunks": head_chunks,
         "checks": checks,
     }
-    if _installation is not None:
-        if _installation.settings != settings:
-            found = ", ".join(f"{name}={value!r}" for name, value in _installation.settings.items())
+    if PROCESS.installation is not None:
+        if PROCESS.installation.settings != settings:
+            found = ", ".join(f"{name}={value!r}" for name, value in PROCESS.installation.settings.items())
             raise RuntimeError(f"installed already, with {found}: call ds_mla_ulysses.uninstall() first.")
         return
     check_strategy(strategy, split, head_chunks)
     Checks(checks)
     for package in _REPLACES_IN:
-        version, tested = importlib.metadata.version(package), TESTED_VERSIONS[package]
-        if version != tested:
-            warnings.warn(f"{package} {version} is not the version that was tested ({tested}).", stacklevel=2)
-    _installation = _Installation(settings)
+        if check(package) != "ok":
+            warnings.warn(
+                f"{package} {installed(package)} is outside the tested range ({lowest(package)} to "
+                f"{highest_tested(package)}).",
+                stacklevel=2,
+            )
+    PROCESS.installation = _Installation(settings)
     # A process group whose threads outlive the interpreter can abort the process after all work is done.
     atexit.register(uninstall)
     init_deepspeed_on_cpu()
@@ -109,10 +110,9 @@ def install(
 
 def uninstall() -> None:
     """Puts every replaced symbol back and restores the models that were parallelized through them."""
-    global _installation
-    if _installation is not None:
-        _installation.undo()
-        _installation = None
+    if PROCESS.installation is not None:
+        PROCESS.installation.undo()
+        PROCESS.installation = None
         atexit.unregister(uninstall)
 
 
@@ -134,7 +134,7 @@ class _Symbol:
             package = module.split(".")[0]
             raise RuntimeError(
                 f"{package} {importlib.metadata.version(package)} has no {module}.{path}, which install() replaces: "
-                f"use {package}=={TESTED_VERSIONS[package]}."
+                f"use {package}=={highest_tested(package)}."
             )
         # From the class's own dict: a classmethod looked up would be a new object each time.
         return cls(owner, name, vars(owner)[name])

@@ -28,7 +28,7 @@ from trainer_runs import (
 )
 
 import ds_mla_ulysses
-from ds_mla_ulysses.integrations import trainer as integration
+from ds_mla_ulysses.version import REQUIREMENTS
 
 # Every row of the table in integrations/trainer.py, written out once more.
 SYMBOLS = [
@@ -110,10 +110,18 @@ def test_install_twice():
 
 
 def test_untested_versions_are_named(monkeypatch):
-    monkeypatch.setitem(integration.TESTED_VERSIONS, "accelerate", "0.1")
-    with pytest.warns(UserWarning, match=r"accelerate 1\.\S+ is not the version that was tested \(0.1\)") as caught:
+    monkeypatch.setitem(REQUIREMENTS, "accelerate", ("0.1", "0.2"))
+    message = r"accelerate 1\.\S+ is outside the tested range \(0.1 to 0.2\)"
+    with pytest.warns(UserWarning, match=message) as caught:
         ds_mla_ulysses.install()
-    assert len([w for w in caught if "was tested" in str(w.message)]) == 1
+    assert len([w for w in caught if "tested range" in str(w.message)]) == 1
+
+
+def test_versions_inside_the_tested_range_do_not_warn(monkeypatch):
+    monkeypatch.setitem(REQUIREMENTS, "accelerate", ("1.1.0", "99.0"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ds_mla_ulysses.install()
 
 
 def test_tested_versions_do_not_warn():

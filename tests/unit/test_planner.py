@@ -1,6 +1,7 @@
 """The planner: its bytes are the meter's, its numbers those of the models, and its choice has a reason."""
 
 import json
+import re
 
 import pytest
 from rank_pool import run_ranks
@@ -234,20 +235,24 @@ def test_plot(tmp_path, capsys):
 
 
 def test_doctor(capsys, monkeypatch):
-    from ds_mla_ulysses import doctor
+    from ds_mla_ulysses.cli import doctor
+    from ds_mla_ulysses.version import REQUIREMENTS
 
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
     said = capsys.readouterr().out
     assert ended.value.code == 0 and "ok  torch 2." in said and "gloo found" in said, said
-    monkeypatch.setitem(doctor.NEEDED, "transformers", "99.0")
+    monkeypatch.setitem(REQUIREMENTS, "transformers", ("99.0", "99.1"))
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
     assert ended.value.code == 1
-    assert "missing  transformers" in capsys.readouterr().out
-    monkeypatch.setitem(doctor.NEEDED, "transformers", "5.15.0")
-    monkeypatch.setitem(doctor.TESTED_VERSIONS, "transformers", "5.23.0")
-    assert any("tested was 5.23.0: compare one step" in str(finding) for finding in doctor.examine())
+    assert re.search(r"missing  transformers 5\.\S+, but at least 99.0 is needed: pip", capsys.readouterr().out)
+    monkeypatch.setitem(REQUIREMENTS, "transformers", ("5.15.0", "5.23.0"))
+    assert any("tested are 5.15.0 to 5.23.0: compare one step" in str(finding) for finding in doctor.examine())
+    monkeypatch.setitem(REQUIREMENTS, "transformers", ("5.15.0", "5.24.0"))
+    for version, state in (("0.19.0rc1", "missing"), ("0.19.0", "ok"), ("0.19.8+local", "ok"), ("0.20rc1", "note")):
+        monkeypatch.setattr(doctor, "installed", lambda package, v=version: v)
+        assert [f.state for f in doctor.examine() if f.what.startswith("deepspeed ")] == [state], version
 
 
 @pytest.mark.parametrize(
@@ -423,12 +428,16 @@ def test_without_torch():
     import subprocess
     import sys
 
-    code = "import sys; sys.modules['torch'] = None\nfrom ds_mla_ulysses import cli, doctor\n"
-    code += "doctor._version = lambda package: None\ncli.main(sys.argv[1:])"
+    code = "import sys; sys.modules['torch'] = None\nfrom ds_mla_ulysses import cli\n"
+    code += "cli.doctor.installed = lambda package: None\ncli.main(sys.argv[1:])"
     words = {"doctor": ("doctor",), "plan": ("plan", "--model", "deepseek-v3", "--sp", "2", "--tokens", "64")}
     done = {
         command: subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
         for command, given in words.items()
     }
-    assert done["doctor"].returncode == 1 and "missing  no torch: pip install torch==" in done["doctor"].stdout, done
-    assert done["plan"].returncode == 2 and "there is no torch: `ds-mla-ulysses doctor` says" in done["plan"].stderr
+    assert (
+        done["doctor"].returncode == 1
+        and "missing  torch is not installed: pip install torch==" in done["doctor"].stdout
+    ), done
+    assert done["plan"].returncode == 2
+    assert "torch is not installed: `ds-mla-ulysses doctor` shows" in done["plan"].stderr

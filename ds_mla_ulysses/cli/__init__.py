@@ -1,44 +1,49 @@
-"""The command `ds-mla-ulysses`: `plan` before a run, `doctor` before anything."""
+"""The command `ds-mla-ulysses`: `plan` compares strategies before a run, `doctor` checks the installation."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from types import ModuleType
 
 from .doctor import examine
 
+_plan: ModuleType | None
 try:
     from . import plan as _plan
-except ImportError as error:  # the doctor says of what is missing what to do
+except ImportError as error:  # `doctor` runs without torch and says how to install what is missing
     _plan, _missing = None, (error.name or "torch").split(".")[0]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command; ends with status 2 and a sentence if what was given does not fit."""
+    """Runs the command. If an argument is invalid, it prints an explanation and exits with status 2.
+
+    Args:
+        arguments: the words after the command's name; by default those of `sys.argv`.
+    """
     parser = argparse.ArgumentParser(prog="ds-mla-ulysses", description="Sequence parallelism for MLA and MoBA models.")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
         "plan",
-        help="what each strategy costs, and what strategy='auto' would choose",
-        description="One attention layer, forward and backward, on the rank that has the most to do.",
+        help="show what each strategy costs, and which one strategy='auto' would choose",
+        description="Estimates one attention layer, forward and backward, on the rank with the most work.",
     )
     if _plan is not None:
         _plan.add_arguments(plan)
-    commands.add_parser("doctor", help="what is installed, what of it is used here, and what to do about the rest")
+    commands.add_parser(
+        "doctor", help="show what is installed, what this package can use here, and how to fix the rest"
+    )
     args, unknown = parser.parse_known_args(arguments)
     if args.command == "plan" and _plan is None:
-        plan.error(f"there is no {_missing}: `ds-mla-ulysses doctor` says what to install.")
+        plan.error(f"{_missing} is not installed: `ds-mla-ulysses doctor` shows what to install.")
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command == "doctor":
         findings = examine()
         print("\n".join(map(str, findings)))
         sys.exit(any(finding.state == "missing" for finding in findings))
+    assert _plan is not None
     try:
         print(_plan.plan(args))
     except (ValueError, OSError, ImportError) as error:
         plan.error(str(error))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""`ds-mla-ulysses plan`: what each strategy costs, in a table, as JSON or drawn."""
+"""`ds-mla-ulysses plan`: shows what each strategy costs, as a table, JSON or a plot."""
 
 from __future__ import annotations
 
@@ -8,36 +8,49 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .comm.group import SPLITS
-from .hf.configs import find_widths
-from .layout.widths import HeadWidths, MLAWidths
-from .planner.cost import Estimate, choose, estimate, estimates, other_splits, sent_elements
-from .planner.models import PRESETS
-from .planner.strategies import STRATEGIES, names_with_split
-from .planner.work import Machine, Work
+from ..comm.group import SPLITS
+from ..hf.configs import find_widths
+from ..layout.widths import HeadWidths, MLAWidths
+from ..planner.cost import Estimate, choose, estimate, estimates, other_splits, sent_elements
+from ..planner.models import PRESETS
+from ..planner.strategies import STRATEGIES, names_with_split
+from ..planner.work import Machine, Work
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `plan`."""
+    """Adds the arguments of `plan` to `parser`."""
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(PRESETS)}, a config.json, or a folder with one")
-    add("--sp", type=whole_number, required=True, metavar="RANKS", help="ranks that share a sequence")
-    add("--tokens", type=whole_number, required=True, help="of all sequences of a micro-batch together")
-    add("--sequence", type=whole_number, help="tokens of one sequence (default: all are one)")
+    add("--sp", type=whole_number, required=True, metavar="RANKS", help="number of ranks that share each sequence")
+    add("--tokens", type=whole_number, required=True, help="tokens of all sequences of a micro-batch together")
+    add("--sequence", type=whole_number, help="tokens of one sequence (default: all tokens are one sequence)")
     add("--dtype", choices=_BYTES, default="bf16")
-    add("--link-gbps", type=number, default=Machine.link_gbps, help="Gbit/s that a rank sends (default %(default)g)")
-    add("--tflops", type=number, default=Machine.tflops, help="of a rank, in products (default %(default)g)")
     of_splits = "; ".join(f"{split}: {', '.join(names_with_split(split))}" for split in SPLITS)
-    add("--split", choices=SPLITS, default="contiguous", help=f"which tokens a rank holds ({of_splits})")
-    add("--json", action="store_true", help="one object in the place of the table")
     add(
-        "--plot", metavar="FILE.png", help="draw what a token sends against the number of ranks, too (needs matplotlib)"
+        "--link-gbps",
+        type=number,
+        default=Machine.link_gbps,
+        help="Gbit/s that each rank can send (default %(default)g)",
+    )
+    add(
+        "--tflops",
+        type=number,
+        default=Machine.tflops,
+        help="TFLOP/s of a rank in matrix products (default %(default)g)",
+    )
+    add("--split", choices=SPLITS, default="contiguous", help=f"which tokens each rank holds ({of_splits})")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add(
+        "--plot",
+        metavar="FILE.png",
+        help="also plot the elements sent per token against the number of ranks (needs matplotlib)",
     )
 
 
 def number(text: str) -> float:
+    """Parses a positive quantity of hardware."""
     value = float(text)
     if not 1e-9 <= value <= 1e15:
         raise argparse.ArgumentTypeError(f"must be positive, and a number that hardware can have, got {text}")
@@ -45,6 +58,7 @@ def number(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
+    """Parses a positive whole number."""
     value = int(text)
     if not 1 <= value <= 2**48:
         raise argparse.ArgumentTypeError(f"must be positive, and not beyond 2**48, got {text:.20}")
@@ -52,10 +66,15 @@ def whole_number(text: str) -> int:
 
 
 def plan(args: argparse.Namespace) -> str:
-    """One attention layer, forward and backward, on the rank that has the most to do, by every strategy.
+    """Estimates one attention layer, forward and backward, under every strategy, on the rank with the most work.
+
+    Args:
+        args: the parsed arguments of `add_arguments`.
+
+    Returns: the text to print.
 
     Raises:
-        ValueError, OSError: what was given does not fit.
+        ValueError, OSError: an argument is invalid, or a file cannot be read or written.
     """
     widths = find_widths(args.model)
     chunks = args.sp * (2 if args.split == "head_tail" and args.sp > 1 else 1)
@@ -84,19 +103,19 @@ def plan(args: argparse.Namespace) -> str:
         *_table([_row(e) for e in found]),
         "",
         f"auto: {why}",
-        *([f"drawn: {args.plot}"] if args.plot else []),
+        *([f"plotted: {args.plot}"] if args.plot else []),
         *(
             []
             if args.model.lower() in PRESETS
-            else ["Only widths are looked at: whether the model is supported, parallelize says."]
+            else ["This compares widths only; parallelize checks whether the model is supported."]
         ),
     ]
     return "\n".join(lines)
 
 
 def _plot(path: str, model: str, widths: MLAWidths | HeadWidths, ranks: int) -> None:
-    """What a token and layer send, forward, against the number of ranks, of every strategy that is possible."""
-    if not Path(path).suffix:  # matplotlib would write another file, of that name with .png
+    """Plots the elements that one layer sends per token, forward, against the number of ranks, for each possible strategy."""
+    if not Path(path).suffix:  # matplotlib would append .png and write another file
         raise ValueError(f"--plot takes the name of a file to write, such as bytes.png, got {path!r}.")
     try:
         import matplotlib
@@ -116,7 +135,7 @@ def _plot(path: str, model: str, widths: MLAWidths | HeadWidths, ranks: int) -> 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(counts, [str(n) for n in counts])
-    axes.set(xlabel="ranks", ylabel="elements that a rank sends, per local token", title=f"{model}: one layer, forward")
+    axes.set(xlabel="ranks", ylabel="elements that a rank sends per local token", title=f"{model}: one layer, forward")
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
