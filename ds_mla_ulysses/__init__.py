@@ -25,16 +25,18 @@ _WHERE = {
     "Handle": "hf.handle",
     "MoBAConfig": "moba.config",
     "SequenceGroup": "comm.group",
+    "Shard": "layout.shard",
+    "ShardLayout": "layout.shard",
     "ShardedDataLoader": "integrations.dataloader",
     "TrafficMeter": "comm.traffic",
     "UlyssesAttention": "attention.ulysses",
     "UlyssesMLAAttention": "attention.mla",
     "UlyssesMoBAAttention": "attention.moba",
     "UnsupportedModelError": "hf.families",
-    "handle_of": "hf.patch",
+    "handle_of": "hf.handle",
     "initialize": "integrations.deepspeed",
     "install": "integrations.trainer",
-    "parallelize": "hf.patch",
+    "parallelize": "hf.parallelize",
     "register_moba": "hf.moba",
     "set_moba": "hf.moba",
     "shard_batch": "layout.batch",
@@ -51,14 +53,15 @@ if TYPE_CHECKING:
     from .comm.group import SequenceGroup
     from .comm.traffic import TrafficMeter
     from .hf.families import UnsupportedModelError
-    from .hf.handle import Handle
+    from .hf.handle import Handle, handle_of
     from .hf.moba import register_moba, set_moba
-    from .hf.patch import handle_of, parallelize
+    from .hf.parallelize import parallelize
     from .integrations.callbacks import FullAttentionCallback
     from .integrations.dataloader import ShardedDataLoader
     from .integrations.deepspeed import initialize
     from .integrations.trainer import install, uninstall
     from .layout.batch import shard_batch
+    from .layout.shard import Shard, ShardLayout
     from .moba.config import MoBAConfig
     from .planner.auto import Auto
 

@@ -25,13 +25,20 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--strategy", default="packed", help="what travels between ranks, as of parallelize")
     parser.add_argument("--split", default="contiguous", help="which tokens a rank holds, as of parallelize")
     parser.add_argument("--head-chunks", type=int, default=1, help="parts of the own heads, as of parallelize")
+    parser.add_argument("--checks", default="always", help="when to run checks that cost time, as in parallelize")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it first
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to the script")
     args = parser.parse_args(arguments)
     launchers = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
-    install(sp_in_eval=args.sp_in_eval, strategy=args.strategy, split=args.split, head_chunks=args.head_chunks)
+    install(
+        sp_in_eval=args.sp_in_eval,
+        strategy=args.strategy,
+        split=args.split,
+        head_chunks=args.head_chunks,
+        checks=args.checks,
+    )
     sys.argv = [args.script, *launchers, *args.arguments]
     if args.is_module:
         sys.path.insert(0, os.getcwd())

@@ -1,10 +1,8 @@
-"""The group of ranks that share each sequence."""
+"""The sequence-parallel group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -14,15 +12,15 @@ SPLITS = ("contiguous", "head_tail")
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks that hold parts of the same sequences; built once and passed on.
+    """The ranks that hold shards of the same sequences. Built once and passed on.
 
     Attributes:
-        process_group: the torch process group, or None for a group of one, which communicates nothing.
-        rank: this process's place in the group.
-        size: number of ranks.
-        split: "contiguous": this rank holds tokens [rank*T, (rank+1)*T). "head_tail": of 2*size equal chunks of the
-            sequence it holds two, `rank` from the front and `rank` from the back, so that causal attention of its
-            queries is as much work as any other rank's.
+        process_group: the torch process group, or None for a group of one, which does not communicate.
+        rank: the rank of this process in the group.
+        size: the number of ranks.
+        split: "contiguous": the rank holds the tokens [rank*T, (rank+1)*T). "head_tail": the sequence is divided into
+            2*size equal pieces, of which the rank holds two: number `rank` from the front and number `rank` from the
+            back. Causal attention of its queries is then the same work on every rank.
     """
 
     process_group: dist.ProcessGroup | None
@@ -31,10 +29,10 @@ class SequenceGroup:
     split: str = "contiguous"
 
     def with_split(self, split: str) -> SequenceGroup:
-        """The same ranks, dividing sequences otherwise.
+        """The same ranks with another split.
 
         Raises:
-            ValueError: an unknown split.
+            ValueError: the split is unknown.
         """
         if split not in SPLITS:
             raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}.")
@@ -56,14 +54,14 @@ class SequenceGroup:
 
     @property
     def name(self) -> str:
-        """What functional collectives call the group; empty for a group of one."""
+        """The name by which functional collectives find the group; empty for a group of one."""
         return "" if self.process_group is None else self.process_group.group_name
 
 
 def split_world(sp_size: int) -> SequenceGroup:
-    """Splits the world into groups of `sp_size` consecutive ranks and returns this rank's own.
+    """Splits the world into groups of `sp_size` consecutive ranks and returns the local one.
 
-    Every rank of the world has to call it, since each group is created by all of them.
+    Every rank of the world has to call it, since all ranks take part in creating each group.
 
     Raises:
         ValueError: sp_size does not divide the world.
@@ -78,25 +76,9 @@ def split_world(sp_size: int) -> SequenceGroup:
         return SequenceGroup.of(None)
     if sp_size == world:
         return SequenceGroup.of(dist.group.WORLD)
-    own = None
+    local = None
     for first in range(0, world, sp_size):
         ranks = list(range(first, first + sp_size))
         created = dist.new_group(ranks)
-        own = created if rank in ranks else own
-    return SequenceGroup.of(own)
-
-
-def gather_objects(group: SequenceGroup, value: Any) -> list[Any]:
-    """What each rank of the group says, in rank order. Small picklable values only."""
-    if group.size == 1:
-        return [value]
-    values: list[Any] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.process_group)
-    return values
-
-
-def raise_first(problems: Sequence[str | None]) -> None:
-    """Raises ValueError with the problem of the first rank that has one."""
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise ValueError(problem if len(problems) == 1 else f"rank {rank} of the group: {problem}")
+        local = created if rank in ranks else local
+    return SequenceGroup.of(local)

@@ -1,85 +1,122 @@
-"""What `parallelize` returns: the loss, the counts and the way back."""
+"""What `parallelize` returns: shards of batches, the loss, the counts and the way back.
+
+Letters: B batch · T local tokens · S tokens of the whole sequence · V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..comm.agreement import all_reduce, start_all_reduce
 from ..comm.group import SequenceGroup
+from ..layout.batch import shard_batch
 from ..layout.loss import count_items, sequence_loss
+from ..layout.shard import Shard, labels_of
+from .checks import Checks
+
+if TYPE_CHECKING:
+    from .patch import ModelPatch
+
+#: Where the text model keeps the handle.
+HANDLE = "_ulysses_handle"
+#: By how much the loss may differ between ranks, relatively: the rounding of fp32 sums in another order.
+_LOSS_TOLERANCE = 1e-6
 
 
 class Handle:
-    """A parallelized model: its group, its loss, and `restore`.
+    """A parallelized model: its group, its shards, its loss, and `restore`.
 
     Attributes:
         model: the model that `parallelize` was given.
         group: this rank's SequenceGroup.
-        data_rank, data_size: `rank` and `num_replicas` for a sampler, so that the ranks of a group
-            read the same data and groups read different data.
-        strategy: what travels between ranks.
-        why: why it is that, of "auto".
-        head_chunks: parts of the own heads that attend one after the other.
-        split: which tokens of a sequence a rank holds.
+        data_rank, data_size: `rank` and `num_replicas` for a sampler, so that the ranks of a group read the same data
+            and different groups read different data.
+        strategy: the name of the strategy by which attention exchanges data.
+        why: why it is that one, if "auto" chose it.
+        head_chunks: the number of chunks in which the local heads attend one after the other.
+        checks: which checks run, see `hf/checks.py`.
         is_restored: whether `restore` was called.
-        owes_loss: whether a sharded forward with gradients was not followed by a loss of the whole group yet;
-            only with `by_batch`.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        group: SequenceGroup,
-        data_rank: int,
-        data_size: int,
-        strategy: str,
-        pause: Callable[[bool], bool],
-        undo: Callable[[], None],
+        patch: ModelPatch,
         *,
+        data_rank: int = 0,
+        data_size: int = 1,
         why: str = "asked for",
-        head_chunks: int = 1,
+        checks: Checks | None = None,
     ) -> None:
-        self.model, self.group, self.strategy, self.why = model, group, strategy, why
-        self.head_chunks = head_chunks
+        self._patch = patch
+        self.model, self.group = patch.model, patch.group
+        self.strategy, self.why, self.head_chunks = patch.strategy, why, patch.head_chunks
         self.data_rank, self.data_size = data_rank, data_size
-        self._pause, self._undo = pause, undo
-        self._engine: Any = None
+        self.checks = checks or Checks()
         self.is_restored = False
-        self.owes_loss = False
+        self._engine: Any = None
 
     @property
     def split(self) -> str:
+        """Which tokens of a sequence a rank holds, "contiguous" or "head_tail"."""
         return self.group.split
 
     def attach_engine(self, engine: Any) -> None:
-        """From here on, gradients of `loss` carry what this DeepSpeed engine divides by."""
+        """From here on, gradients of `loss` are multiplied by what this DeepSpeed engine divides them by."""
         if self._engine is not None:
             raise RuntimeError("this handle already has an engine: parallelize the model anew for another one.")
         self._engine = engine
 
-    def loss(self, logits: Tensor, shift_labels: Tensor, num_items: int | Tensor | None = None) -> Tensor:
-        """Cross entropy of the group's whole sequences; the same value on each of its ranks.
+    def shard(self, batch: Mapping[str, Any]) -> Shard:
+        """The local shard of a batch that every rank of the group holds whole; see `shard_batch`.
 
         Args:
-            logits: this rank's logits [B, T, vocabulary].
-            shift_labels: [B, T] from `shard_batch`.
-            num_items: from `num_items(shards)`: the losses of the micro-batches and of the data-parallel
-                groups then sum to the one-process loss of the optimizer step. Without it, the mean over
-                this batch of this group, which is refused where that mean is not the step's: with
-                an engine that accumulates, or has more than one data-parallel group.
+            batch: `input_ids` (or `inputs_embeds`) [B, S], and any of `labels` or `shift_labels`, `position_ids`,
+                `attention_mask` (two-dimensional), and further tensors.
 
-        Backward: the SUM over ranks of each parameter's gradient is the one-process gradient. With an
-        engine from `initialize` the gradient is scaled by what DeepSpeed divides by, so that its update
-        is the one-process update.
+        Returns:
+            the Shard: `model(**shard.inputs)`, `handle.loss(logits, shard)`.
+
+        Raises:
+            ValueError: on all ranks, if they hold different batches or one of them holds a bad one (with `checks` that
+                are due; otherwise a bad batch raises on its rank only).
         """
-        self.owes_loss = False
+        return shard_batch(batch, self.group, check=self.checks.due("batch"))
+
+    def loss(self, logits: Tensor, shard: Shard | Mapping[str, Any], num_items: int | Tensor | None = None) -> Tensor:
+        """Cross entropy of the group's whole sequences, the same value on each of its ranks.
+
+        Args:
+            logits: the local logits [B, T, V].
+            shard: what `shard` returned, or the batch of a Trainer's loader.
+            num_items: what `num_items(shards)` returned. The losses of the micro-batches and of the data-parallel groups
+                then sum to the one-process loss of the optimizer step. Without it, the loss is the mean over this batch
+                of this group, which is refused if it is not the mean of the step: with an engine that accumulates
+                gradients, or with more than one data-parallel group.
+
+        Backward: the SUM over ranks of each parameter's gradient is the one-process gradient. With an engine from
+        `initialize`, the gradient is multiplied by what DeepSpeed divides by, so that its update is the one-process
+        update.
+
+        Raises:
+            RuntimeError: the handle was restored.
+            TypeError: shard is not a shard.
+            ValueError: logits and labels do not fit each other, there are no labels, or num_items is missing.
+        """
+        if self.is_restored:
+            raise RuntimeError(
+                "handle.restore() was called: the model attends to one rank's tokens only, so this loss would be wrong. "
+                "Call parallelize again."
+            )
+        labels, check = labels_of(shard), self.checks.due("labels")
         if self._engine is None:
-            return sequence_loss(logits, shift_labels, self.group, num_items)
+            return sequence_loss(logits, labels, self.group, num_items, check=check)
         steps = self._engine.gradient_accumulation_steps()
         if num_items is None and torch.is_grad_enabled() and (steps > 1 or self.data_size > 1):
             raise ValueError(
@@ -89,15 +126,39 @@ class Handle:
             )
         # DeepSpeed divides the loss by the accumulation steps and the summed gradients by the ranks.
         scale = steps * self.group.size * self.data_size
-        return sequence_loss(logits, shift_labels, self.group, num_items, scale)
+        return sequence_loss(logits, labels, self.group, num_items, scale, check=check)
 
-    def num_items(self, shards: Sequence[Mapping[str, Any]]) -> int:
-        """Supervised tokens of an optimizer step, over its micro-batches and over all ranks.
+    def num_items(self, shards: Sequence[Shard | Mapping[str, Any]]) -> int:
+        """The number of supervised tokens of an optimizer step, over its micro-batches and over all ranks.
 
-        A collective of the whole world: every rank calls it, with its shards of all micro-batches.
+        This is a collective of the whole world: every rank calls it, with its shards of all micro-batches.
         """
         everyone = SequenceGroup.of(dist.group.WORLD) if self.data_size > 1 else self.group
-        return count_items([shard["shift_labels"] for shard in shards], everyone)
+        return count_items([labels_of(shard) for shard in shards], everyone)
+
+    def check_loss(self, loss: Any) -> None:
+        """Refuses the loss of one rank's tokens, whose gradients would have another scale than that of the group.
+
+        The engine of `initialize` calls it before each backward. A loss of the group is one number on all of its ranks,
+        whichever function made it. Nothing is checked inside `plain`.
+
+        Raises:
+            RuntimeError: on all ranks of the group, if the loss differs between them.
+        """
+        if self.group.size == 1 or self._patch.is_plain or not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        if not self.checks.due("loss"):
+            return
+        value = loss.detach().double().nan_to_num(nan=math.inf).reshape(1)
+        highest, minus_lowest = all_reduce(torch.cat([value, -value]), self.group, "loss", dist.ReduceOp.MAX).tolist()
+        lowest = -minus_lowest
+        if math.isfinite(highest) and highest - lowest > _LOSS_TOLERANCE * max(abs(highest), abs(lowest)):
+            raise RuntimeError(
+                f"the loss is not that of the sequence-parallel group: it is {lowest:.6g} on one rank and {highest:.6g} on "
+                "another. In a loop, use handle.loss(logits, shard); in a Trainer's compute_loss, return that of "
+                "super().compute_loss. If the ranks train on whole sequences of their own, call engine.backward inside "
+                "`with handle.plain():`, as the forward."
+            )
 
     def sum_gradients(self, model: nn.Module | None = None, group: dist.ProcessGroup | None = None) -> None:
         """Replaces every gradient by its sum over the group's ranks; for loops without an engine.
@@ -106,40 +167,45 @@ class Handle:
 
         Args:
             model: whose parameters; this handle's model by default.
-            group: ranks to sum over; the sequence group by default. With data parallelism and `num_items`,
+            group: ranks to sum over; the sequence-parallel group by default. With data parallelism and `num_items`,
                 `torch.distributed.group.WORLD` gives the gradient of the whole step.
         """
-        if group is None and self.group.size == 1:
-            return
-        group = self.group.process_group if group is None else group
+        ranks = self.group if group is None else SequenceGroup.of(group)
         parameters = [p for p in (model or self.model).parameters() if p.requires_grad]
-        if not parameters:
+        if ranks.size == 1 or not parameters:
             return
         present = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device).int()
-        dist.all_reduce(present, dist.ReduceOp.MAX, group=group)
+        all_reduce(present, ranks, "gradients", dist.ReduceOp.MAX)
         works = []
         for parameter, anywhere in zip(parameters, present.tolist(), strict=True):
             if anywhere:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+                works.append(start_all_reduce(parameter.grad, ranks, "gradients"))
         for work in works:
             work.wait()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The plain model, one process, inside the block: for generation and short evaluation.
+    def plain(self) -> Iterator[None]:
+        """Inside the block a forward without a layout may train: it is that of the plain model, on this rank alone.
 
-        Gradient checkpointing of layers may recompute after the block has ended. A checkpoint that you put
-        around the whole model would recompute with all ranks: do not use one inside the block.
+        Outside of it, such a forward is refused if gradients are on, since training would use one rank's tokens as if
+        they were the whole sequence. Evaluation and generation under `torch.no_grad()` do not need it. Recomputation of
+        activations after the block runs plain too. Call `engine.backward` inside the block as well if ranks train on
+        sequences of their own.
         """
-        before = self._pause(True)
+        self._patch.plain_depth += 1
         try:
             yield
         finally:
-            self._pause(before)
+            self._patch.plain_depth -= 1
 
     def restore(self) -> None:
         """Makes the model exactly what it was. A second call does nothing."""
-        self._undo()
+        self._patch.undo()
         self.is_restored = True
+
+
+def handle_of(model: nn.Module) -> Handle | None:
+    """The Handle of a parallelized model, of a model that contains it or of its engine; None if there is none."""
+    return next((vars(m)[HANDLE] for m in model.modules() if HANDLE in vars(m)), None)

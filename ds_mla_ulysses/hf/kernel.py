@@ -158,7 +158,7 @@ class LocalKernel:
             return without_padding(call(q, k, v, **lengths, **longest), documents)
         key = "varlen", first, T
         if key not in documents.cache:
-            rows, cu_q, cu_k = seen_by_queries(documents.cu_seqlens.tolist(), B, T, S, first)
+            rows, cu_q, cu_k = seen_by_queries(documents.boundaries, B, T, S, first)
             longest = {"max_length_q": int(cu_q.diff().max()), "max_length_k": int(cu_k.diff().max())}
             lengths = {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k}
             lengths = {name: cu.to(q.device, torch.int32) for name, cu in lengths.items()}

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..comm.group import SequenceGroup, gather_objects
+from ..comm.agreement import gather_objects
+from ..comm.group import SequenceGroup
 from ..layout.batch import exchange_batches
 
 

@@ -10,6 +10,7 @@ ZeRO-3's reduce-scatter, which divides by ranks). Told nothing, every path divid
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -132,16 +133,13 @@ def build_engine(
 
 
 def _check_losses(engine: Any, handle: Handle) -> None:
-    """Keeps backward from a loss of one rank's tokens, whose gradients would have another scale."""
+    """Has the handle look at each loss before the engine's backward."""
     backward = engine.backward
 
-    def checked_backward(*args: Any, **kwargs: Any) -> Any:
-        if handle.owes_loss:
-            raise RuntimeError(
-                "the loss of a sharded batch was not computed over its group: in a Trainer's compute_loss return that of "
-                "super().compute_loss, in a loop of your own use ds_mla_ulysses.handle_of(model).loss(logits, shift_labels)."
-            )
-        return backward(*args, **kwargs)
+    @functools.wraps(backward)
+    def checked_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        handle.check_loss(loss)
+        return backward(loss, *args, **kwargs)
 
     engine.backward = checked_backward
 

@@ -7,14 +7,16 @@ What is replaced, for the whole process and until `uninstall`:
 | deepspeed: UlyssesSPAttentionHF.register_with_transformers    | parallelizes the given model, and no other          |
 | deepspeed: UlyssesSPDataLoaderAdapter                         | ShardedDataLoader                                   |
 | deepspeed: initialize                                         | engines of such models are built as by `initialize` |
+| deepspeed: utils.groups._get_sequence_parallel_group          | the group of the latest model (until now a KeyError) |
+| deepspeed: utils.groups._get_sequence_parallel_world_size, _get_sequence_parallel_rank | its size, this rank in it |
 | accelerate: Accelerator.deepspeed_ulysses_dl_adapter          | ShardedDataLoader of the model's group              |
 | accelerate, transformers.trainer: skip_first_batches          | skips in a ShardedDataLoader                        |
 | transformers: Trainer.compute_loss                            | the loss of the group's whole sequences             |
 | transformers: Trainer._get_num_items_in_batch                 | supervised tokens of the step, over all ranks       |
 | transformers: Trainer.prediction_step (with sp_in_eval)       | evaluates sharded                                   |
 
-Each falls through to the original for models and batches that are not sequence-parallel. Which a batch
-is, it says itself (`ulysses_sharded`): neither `training` nor a setting decides it.
+Each falls through to the original for models and batches that are not sequence-parallel. A batch is sequence-parallel
+if it has a layout (`ulysses_layout`): neither `training` nor a setting decides it.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.group import SequenceGroup
-from ..hf.handle import Handle
+from ..hf.checks import Checks
+from ..hf.handle import Handle, handle_of
 from ..hf.moba import implementations_of
-from ..hf.patch import handle_of, parallelize
+from ..hf.parallelize import parallelize
 from ..hf.strategies import check_strategy
-from ..layout.batch import SHARDED, exchange_batches
+from ..layout.batch import exchange_batches
 from ..layout.loss import count_items, sequence_loss, sum_of_losses
+from ..layout.shard import LAYOUT, SHIFT_LABELS
 from ..layout.split import in_order
 from ..planner.auto import Auto
 from ..version import TESTED_VERSIONS
@@ -54,7 +58,12 @@ _installation: _Installation | None = None
 
 
 def install(
-    *, sp_in_eval: bool = False, strategy: str | Auto = "packed", split: str = "contiguous", head_chunks: int = 1
+    *,
+    sp_in_eval: bool = False,
+    strategy: str | Auto = "packed",
+    split: str = "contiguous",
+    head_chunks: int = 1,
+    checks: str = "always",
 ) -> None:
     """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
 
@@ -65,7 +74,7 @@ def install(
     Args:
         sp_in_eval: evaluation and prediction of a Trainer share sequences too. By default each rank evaluates
             samples of its own with the plain model, as without sequence parallelism.
-        strategy, split, head_chunks: as of `parallelize`, for every model.
+        strategy, split, head_chunks, checks: as in `parallelize`, for every model.
 
     Raises:
         ValueError: an unknown strategy, a split that it does not have, no number of parts.
@@ -74,13 +83,20 @@ def install(
     Warns: by name of each package whose version is not the tested one.
     """
     global _installation
-    settings = {"sp_in_eval": sp_in_eval, "strategy": strategy, "split": split, "head_chunks": head_chunks}
+    settings = {
+        "sp_in_eval": sp_in_eval,
+        "strategy": strategy,
+        "split": split,
+        "head_chunks": head_chunks,
+        "checks": checks,
+    }
     if _installation is not None:
         if _installation.settings != settings:
             found = ", ".join(f"{name}={value!r}" for name, value in _installation.settings.items())
             raise RuntimeError(f"installed already, with {found}: call ds_mla_ulysses.uninstall() first.")
         return
     check_strategy(strategy, split, head_chunks)
+    Checks(checks)
     for package in _REPLACES_IN:
         version, tested = importlib.metadata.version(package), TESTED_VERSIONS[package]
         if version != tested:
@@ -135,10 +151,14 @@ class _Installation:
         self.settings = settings
         self._handles: list[Handle] = []
         self._groups: dict[int, SequenceGroup] = {}
+        self._engines_in_building = 0
         table: list[tuple[str, str, Callable[[Any], Any]]] = [
             (_ULYSSES, "UlyssesSPAttentionHF.register_with_transformers", lambda _: classmethod(self._register)),
             (_ULYSSES, "UlyssesSPDataLoaderAdapter", lambda _: _adapter),
-            ("deepspeed", "initialize", _wrap_initialize),
+            ("deepspeed", "initialize", self._wrap_initialize),
+            ("deepspeed.utils.groups", "_get_sequence_parallel_group", self._answer(_process_group)),
+            ("deepspeed.utils.groups", "_get_sequence_parallel_world_size", self._answer(lambda group: group.size)),
+            ("deepspeed.utils.groups", "_get_sequence_parallel_rank", self._answer(lambda group: group.rank)),
             ("accelerate.accelerator", "Accelerator.deepspeed_ulysses_dl_adapter", _wrap_dl_adapter),
             ("accelerate.accelerator", "skip_first_batches", _wrap_skip),
             ("transformers.trainer", "skip_first_batches", _wrap_skip),
@@ -151,6 +171,40 @@ class _Installation:
         self.symbols = [_Symbol.find(module, path) for module, path, _ in table]
         for symbol, (_, _, make) in zip(self.symbols, table, strict=True):
             symbol.replace(make(symbol.original))
+
+    def _answer(self, of_group: Callable[[SequenceGroup], Any]) -> Callable[[Any], Any]:
+        """Makes one of DeepSpeed's functions about its sequence-parallel group answer for the model's group.
+
+        While any engine is built, or if another mpu or device mesh is set, DeepSpeed answers: an engine would divide its
+        gradients by the answer.
+        """
+
+        def wrap(original: Callable[[], Any]) -> Callable[[], Any]:
+            @functools.wraps(original)
+            def ask() -> Any:
+                from deepspeed.utils import groups
+
+                others = self._engines_in_building or groups.mpu is not None or groups.mesh_device is not None
+                if others or not self._handles:
+                    return original()
+                return of_group(self._handles[-1].group)
+
+            return ask
+
+        return wrap
+
+    def _wrap_initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            self._engines_in_building += 1
+            try:
+                if not isinstance(kwargs.get("mpu"), RegisteredMpu):
+                    return original(*args, **kwargs)
+                return _build(original, kwargs)
+            finally:
+                self._engines_in_building -= 1
+
+        return initialize
 
     def undo(self) -> None:
         for symbol in reversed(self.symbols):
@@ -198,10 +252,14 @@ class _Installation:
         group = self._groups.get(sp_size)
         which: dict[str, Any] = {"sp_size": sp_size} if group is None else {"group": group}
         settings = {name: value for name, value in self.settings.items() if name != "sp_in_eval"}
-        handle = parallelize(model, by_batch=True, **settings, **which)
+        handle = parallelize(model, **settings, **which)
         self._groups[sp_size] = handle.group
         self._handles.append(handle)
         return RegisteredMpu(handle)
+
+
+def _process_group(group: SequenceGroup) -> dist.ProcessGroup | None:
+    return group.process_group
 
 
 class RegisteredMpu:
@@ -220,25 +278,20 @@ class RegisteredMpu:
         return self.handle.group.rank
 
 
+def _build(create: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """The engine of a model that Accelerate has registered, from its arguments for `deepspeed.initialize`."""
+    handle = kwargs.pop("mpu").handle
+    given = [kwargs.pop(name, None) for name in ("config", "config_params")]
+    settings = load_config(next(config for config in given if config is not None))
+    # Accelerate derives it from ParallelismConfig's own sizes, where data parallelism may be left out.
+    sizes = (settings.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    micro, steps = (size if isinstance(size, int) else 1 for size in sizes)
+    settings["train_batch_size"] = micro * steps * handle.data_size
+    return build_engine(create, handle, settings, kwargs)
+
+
 def _adapter(dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> ShardedDataLoader:
     return ShardedDataLoader(dl, SequenceGroup.of(sp_group), device)
-
-
-def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        if not isinstance(kwargs.get("mpu"), RegisteredMpu):
-            return original(*args, **kwargs)
-        handle = kwargs.pop("mpu").handle
-        given = [kwargs.pop(name, None) for name in ("config", "config_params")]
-        settings = load_config(next(config for config in given if config is not None))
-        # Accelerate derives it from ParallelismConfig's own sizes, where data parallelism may be left out.
-        sizes = (settings.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-        micro, steps = (size if isinstance(size, int) else 1 for size in sizes)
-        settings["train_batch_size"] = micro * steps * handle.data_size
-        return build_engine(original, handle, settings, kwargs)
-
-    return initialize
 
 
 def _wrap_dl_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,15 +316,15 @@ def _wrap_skip(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_num_items(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
-        if not batch_samples or SHARDED not in batch_samples[0]:
+        if not batch_samples or LAYOUT not in batch_samples[0]:
             return original(self, batch_samples, device)
-        if any("shift_labels" not in batch for batch in batch_samples):
+        if any(SHIFT_LABELS not in batch for batch in batch_samples):
             return None
         handle = _handle_of_trainer(self)
         if self.args.average_tokens_across_devices:
             count = handle.num_items(batch_samples)
         else:  # each data-parallel group's own
-            count = count_items([batch["shift_labels"] for batch in batch_samples], handle.group)
+            count = count_items([batch[SHIFT_LABELS] for batch in batch_samples], handle.group)
         return torch.tensor(count, device=device)
 
     return _get_num_items_in_batch
@@ -286,7 +339,7 @@ def _wrap_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        if SHARDED in inputs:
+        if LAYOUT in inputs:
             loss, outputs = _sharded_loss(self, model, inputs, num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
         if self.model.training and self.get_sp_size() > 1:
@@ -319,7 +372,7 @@ def _sharded_loss(
             "one rank's part. Leave it out, or train without sequence parallelism."
         )
     inputs = dict(inputs)
-    shift_labels = inputs.pop("shift_labels", None)
+    shift_labels = inputs.pop(SHIFT_LABELS, None)
     if shift_labels is None:
         raise ValueError("the batch has no labels: the loss under sequence parallelism is computed from them.")
     epsilon = getattr(trainer.label_smoother, "epsilon", 0.0)
@@ -334,7 +387,15 @@ def _sharded_loss(
     else:
         _check_loss(handle.model)
         outputs = model(**inputs)
-        loss = sequence_loss(outputs["logits"], shift_labels, handle.group, num_items, handle.group.size, epsilon)
+        loss = sequence_loss(
+            outputs["logits"],
+            shift_labels,
+            handle.group,
+            num_items,
+            handle.group.size,
+            epsilon,
+            check=handle.checks.due("labels"),
+        )
     if getattr(outputs, "aux_loss", None) is not None:
         raise ValueError(
             "the auxiliary loss of routers is not supported under sequence parallelism, where each rank would balance "
@@ -343,7 +404,6 @@ def _sharded_loss(
     if num_items is not None and trainer.args.average_tokens_across_devices:
         loss = loss * handle.data_size  # of the mean over data-parallel groups, the sum
     trainer.loss_is_scaled_for_ga = num_items is not None
-    handle.owes_loss = False
     return loss, outputs
 
 
@@ -366,7 +426,7 @@ def _wrap_prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
             if part is None:
                 continue
             with torch.no_grad(), self.compute_loss_context_manager():
-                if "shift_labels" in part:
+                if SHIFT_LABELS in part:
                     loss, outputs = self.compute_loss(model, part, return_outputs=True)
                 else:
                     loss, outputs = None, model(**part)

@@ -1,6 +1,6 @@
-"""From a batch of whole sequences to this rank's part of it.
+"""From a batch of whole sequences to the shards of it.
 
-Letters: B batch · S tokens of the sequence as given · T tokens of this rank after padding.
+Letters: B batch · S tokens of the whole sequence as given · T local tokens after padding.
 """
 
 from __future__ import annotations
@@ -14,135 +14,149 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.agreement import gather_objects, raise_first
 from ..comm.collectives import exchange_bytes
-from ..comm.group import SequenceGroup, gather_objects, raise_first
-from .split import chunks_of, mark_split
+from ..comm.group import SequenceGroup
+from .shard import LAYOUT, SHIFT_LABELS, Shard, ShardLayout
+from .split import chunks_of
 
 IGNORED_LABEL = -100
-#: The key of a batch that is this rank's part; models parallelized with `by_batch` look for it.
-SHARDED = "ulysses_sharded"
-#: Boundaries of packed documents that hold for the whole row; position_ids tell the same.
+#: Boundaries of packed documents that hold for the whole row. position_ids say the same.
 _OF_WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
 def shard_batch(
-    batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGroup | None, split: str | None = None
-) -> dict[str, Any]:
-    """This rank's tokens of a batch that every rank of the group has whole.
+    batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGroup | None, *, check: bool = True
+) -> Shard:
+    """The local shard of a batch that every rank of the group holds whole.
 
-    Every tensor [B, S, ...] (or [1, S, ...]) is padded to a multiple of the ranks (of twice the ranks with the split
-    "head_tail") and split along S; anything else is passed on. Padding is one more document (its positions start at 0), with label
-    -100 and attention_mask 0, so it changes no number. Labels are shifted before the split, exactly
-    as transformers shifts them (token i predicts label i+1, the last one nothing), and come back as
-    `shift_labels` only: shifting within a shard would lose the first token of every rank.
+    Every tensor [B, S, ...] (or [1, S, ...]) is padded until the ranks divide S (twice the ranks with the split
+    "head_tail") and split along S; everything else is passed on. The padding is a document of its own, whose positions
+    start at 0, with label -100 and attention_mask 0, so it changes no number. Labels are shifted before the split,
+    exactly as transformers shifts them (token i predicts label i+1, the last token predicts nothing): shifting within
+    a shard would lose the first label of every rank.
 
     Args:
-        batch: `input_ids` (or `inputs_embeds`) [B, S], and any of `labels` or `shift_labels`,
-            `position_ids`, `attention_mask` (two-dimensional) and further tensors.
-        group: `handle.group`, or a torch process group.
-        split: which tokens a rank holds, as of `parallelize`; by default that of `handle.group`, and "contiguous" for
-            a torch process group.
+        batch: `input_ids` (or `inputs_embeds`) [B, S], and any of `labels` or `shift_labels`, `position_ids`,
+            `attention_mask` (two-dimensional), and further tensors.
+        group: `handle.group`, which knows its split, or a torch process group, whose split is "contiguous".
+        check: whether to compare checksums of the batch over the ranks and to report a bad batch on all of them. It
+            costs two small all-gathers and a copy of the batch to the host.
 
     Returns:
-        A new dict with `position_ids` always in it: global ones, 0..S-1 where none are given.
+        the Shard. Its inputs always have `position_ids`: positions in the whole sequence, 0..S-1 if none are given.
 
     Raises:
-        ValueError: on all ranks, if they hold different batches or one of them holds a bad one.
+        ValueError: the ranks hold different batches, or one of them holds a bad one. With `check` it is raised on all
+            ranks, otherwise only on a rank with a bad batch.
     """
     group = SequenceGroup.of(group)
-    group = group if split is None else group.with_split(split)
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch must be a dict of tensors [B, S], got a {type(batch).__name__}.")
     batch = {name: x for name, x in batch.items() if x is not None}
+    if check:
+        _check_equal_batches(batch, group)
+    return next(iter(_shards(batch, [group.rank], group)))
+
+
+def _check_equal_batches(batch: Mapping[str, Any], group: SequenceGroup) -> None:
+    """Raises ValueError on all ranks if their batches differ or one of them is bad."""
+    fingerprint: dict[str, Any] | None = None
+    problem = None
     try:
         _shape(batch)
-        problem, print_of_batch = None, _fingerprint(batch)
+        fingerprint = _fingerprint(batch)
     except ValueError as error:
-        problem, print_of_batch = str(error), None
-    said = gather_objects(group, (problem, print_of_batch))
-    raise_first([text for text, _ in said])
-    differing = [rank for rank, (_, other) in enumerate(said) if other != said[0][1]]
+        problem = str(error)
+    answers = gather_objects(group, (problem, fingerprint))
+    raise_first([text for text, _ in answers])
+    first = answers[0][1]
+    differing = [rank for rank, (_, other) in enumerate(answers) if other != first]
     if differing:
-        names = [name for name in said[0][1] if any(other.get(name) != said[0][1][name] for _, other in said)]
+        names = [name for name in first if any(other.get(name) != first[name] for _, other in answers)]
         raise ValueError(
-            f"ranks 0 and {differing[0]} of the sequence group hold different batches (they differ in "
-            f"{names or 'their names'}): the ranks of a group share each sequence, so give them the same data, for "
-            "example a sampler with num_replicas=handle.data_size and rank=handle.data_rank."
+            f"ranks 0 and {differing[0]} of the sequence-parallel group hold different batches (they differ in "
+            f"{names or 'their names'}). The ranks of a group share each sequence, so give them the same data, for "
+            "example with a sampler that has num_replicas=handle.data_size and rank=handle.data_rank."
         )
-
-    return next(iter(_parts(batch, [group.rank], group)))
 
 
 def exchange_batches(
     batch: Mapping[str, Any] | None, group: SequenceGroup, device: torch.device, problem: str | None = None
 ) -> list[dict[str, Any] | None]:
-    """This rank's part of each rank's own batch, in rank order; None for a rank that has no batch.
+    """The local shard of each rank's batch, in rank order; None for a rank that has no batch left.
 
-    The batches of different ranks may differ in everything. Parts are as `shard_batch` makes them, with
-    `ulysses_sharded=True` in each. Boundaries that transformers' collators make for flash attention are
-    left out if position_ids are given, which tell the same.
+    The batches of different ranks may differ in everything. The shards are those of `shard_batch`, as one dict each
+    (see `Shard.as_batch`). If position_ids are given, the boundaries that transformers' collators make for
+    FlashAttention are left out, since they say the same.
 
     Args:
-        batch: this rank's batch of whole sequences, None if it has no more.
-        device: where parts are returned.
-        problem: what kept this rank from reading its batch.
+        batch: the batch of whole sequences that this rank has read, None if there are no more.
+        device: where the shards are returned.
+        problem: why this rank could not read its batch.
 
     Raises:
         ValueError: on all ranks, if one of them holds a bad batch or a problem.
     """
-    parts: list[bytes] = [b""] * group.size
+    parcels: list[bytes] = [b""] * group.size
     if batch is not None and problem is None:
         try:
-            parts = _packed(batch, group)
+            parcels = _parcels(batch, group)
         except ValueError as error:
             problem = str(error)
         except Exception as error:  # whatever it is, the other ranks wait for this one
             problem = f"its batch cannot be sent: {type(error).__name__}: {error}"
-    said = gather_objects(group, (problem, [len(part) for part in parts]))
-    raise_first([text for text, _ in said])
-    received = [lengths[group.rank] for _, lengths in said]
+    answers = gather_objects(group, (problem, [len(parcel) for parcel in parcels]))
+    raise_first([text for text, _ in answers])
+    received = [lengths[group.rank] for _, lengths in answers]
     if not any(received):
         return [None] * group.size
-    arrived = exchange_bytes(parts, received, group, device)
-    return [_received(part, device, group) if part else None for part in arrived]
+    arrived = exchange_bytes(parcels, received, group, device)
+    return [pickle.loads(parcel).to(device).as_batch() if parcel else None for parcel in arrived]
 
 
-def _packed(batch: Mapping[str, Any], group: SequenceGroup) -> list[bytes]:
+def _parcels(batch: Mapping[str, Any], group: SequenceGroup) -> list[bytes]:
+    """The pickled shards of a batch, one for each rank."""
     on_host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items() if x is not None}
     if "position_ids" in on_host:
         on_host = {name: x for name, x in on_host.items() if name not in _OF_WHOLE_ROWS}
-    # A slice would be pickled with all that it is a slice of.
+
+    def compact(x: Any) -> Any:
+        """Without the whole tensor, which would be pickled with each slice of it."""
+        return x.clone() if isinstance(x, Tensor) else x
+
     return [
-        pickle.dumps({name: x.clone() if isinstance(x, Tensor) else x for name, x in part.items()})
-        for part in _parts(on_host, range(group.size), group)
+        pickle.dumps(
+            Shard({name: compact(x) for name, x in shard.inputs.items()}, compact(shard.shift_labels), shard.layout)
+        )
+        for shard in _shards(on_host, range(group.size), group)
     ]
 
 
-def _received(part: bytes, device: torch.device, group: SequenceGroup) -> dict[str, Any]:
-    shard = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in pickle.loads(part).items()}
-    mark_split(shard["position_ids"], group.split)
-    return {**shard, SHARDED: True}
-
-
-def _parts(batch: Mapping[str, Any], ranks: Sequence[int], group: SequenceGroup) -> Iterator[dict[str, Any]]:
-    """The parts that `ranks` of the group take of a batch of whole sequences."""
+def _shards(batch: Mapping[str, Any], ranks: Sequence[int], group: SequenceGroup) -> Iterator[Shard]:
+    """The shards that `ranks` of the group take of a batch of whole sequences."""
     B, S = _shape(batch)
     whole = dict(batch)
     labels = whole.pop("labels", None)
-    if labels is not None and "shift_labels" not in whole:
-        whole["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+    if labels is not None and SHIFT_LABELS not in whole:
+        whole[SHIFT_LABELS] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
     if "position_ids" not in whole:
         device = whole["input_ids"].device if "input_ids" in whole else whole["inputs_embeds"].device
         whole["position_ids"] = torch.arange(S, device=device).expand(B, S)
     count = len(chunks_of(group))
     padded = {name: _pad(name, x, -S % count) if _is_split(x, S) else x for name, x in whole.items()}
+    length = S + -S % count
     for rank in ranks:
-        part = {
+        inputs = {
             name: _join([x.chunk(count, dim=1)[chunk] for chunk in chunks_of(group, rank)])
             if _is_split(whole[name], S)
             else x
             for name, x in padded.items()
         }
-        mark_split(part["position_ids"], group.split)
-        yield part
+        layout = ShardLayout(group.split, group.size, rank, length)
+        shift_labels = inputs.pop(SHIFT_LABELS, None)
+        # The layout comes last: code that takes the first entry for the batch size has to find a tensor.
+        yield Shard({**inputs, LAYOUT: layout}, shift_labels, layout)
 
 
 def _join(parts: list[Tensor]) -> Tensor:
@@ -160,11 +174,13 @@ def _pad(name: str, x: Tensor, missing: int) -> Tensor:
     if name == "position_ids":
         tail = torch.arange(missing, device=x.device, dtype=x.dtype).expand(shape)
     else:
-        tail = x.new_full(shape, IGNORED_LABEL if name == "shift_labels" else 0)
+        tail = x.new_full(shape, IGNORED_LABEL if name == SHIFT_LABELS else 0)
     return torch.cat([x, tail], dim=1)
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    if LAYOUT in batch:
+        raise ValueError("the batch is a shard already: it has a layout. Give whole sequences.")
     name = next((n for n in ("input_ids", "inputs_embeds") if n in batch), None)
     if name is None:
         raise ValueError(f"the batch has neither input_ids nor inputs_embeds, only {sorted(batch)}.")
@@ -173,7 +189,7 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
         shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"{name} must be a non-empty tensor [B, S], got {shape}.")
     B, S = tokens.shape[:2]
-    for name in ("labels", "shift_labels", "position_ids", "attention_mask"):
+    for name in ("labels", SHIFT_LABELS, "position_ids", "attention_mask"):
         x, allowed = batch.get(name), ((B, S), (1, S)) if name == "position_ids" else ((B, S),)
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in allowed):
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

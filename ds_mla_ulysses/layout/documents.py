@@ -1,13 +1,14 @@
 """Where the documents of a forward begin and end, from position ids and padding.
 
-Local masks mean nothing once heads see the whole sequence. What is needed instead is made here once
-per forward, for the whole sequence, and travels with that forward.
+Local masks mean nothing once a rank's heads see the whole sequence. What replaces them is made here once per forward,
+for the whole sequence, and is handed down with that forward.
 
-Letters: B batch · T this rank's tokens · S all tokens.
+Letters: B batch · T local tokens · S tokens of the whole sequence.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -15,35 +16,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.agreement import gather_numbers, gather_objects, raise_first
 from ..comm.collectives import gather_now
-from ..comm.group import SequenceGroup, gather_objects, raise_first
-from .split import chunks_of, in_order, marked_split, own_runs, uneven
+from ..comm.group import SequenceGroup
+from .split import in_order, own_runs, uneven
 
 
 class Documents:
-    """Documents of a batch of whole sequences: tokens attend causally within their own document.
+    """The documents of a batch of whole sequences: tokens attend causally within their own document.
 
-    A new document starts where a position does not follow the one before it (transformers' rule), and
-    at every change between tokens and padding. A run of padding is divided as one document, whatever
-    its positions, but attends to nothing: its output is what the kernel gives to a row without keys.
+    A new document starts where a position does not follow the one before it (transformers' rule), and at every change
+    between tokens and padding. A run of padding is one document, whatever its positions, but it attends to nothing: its
+    output is what the kernel gives to a row without keys.
 
     Args:
         starts_BS: bool, True on the first token of each document; on any device.
-        padding_BS: bool, True on padding; None where there is none.
+        padding_BS: bool, True on padding; None if there is no padding.
+        positions_BS: int64, the positions of all tokens, if they are known.
+        begins: the indices of True in the flattened starts_BS, if the host knows them. Otherwise it waits for them.
 
     Attributes:
-        segments: [(row, start, end), ...] of all documents, in order. One device synchronisation, at
-            construction. Row is None where all rows are divided alike.
+        boundaries: where documents begin in the flattened [B*S] tokens, and B*S at the end; on the host.
+        segments: [(row, start, end), ...] of all documents, in order. The row is None if all rows are divided alike.
     """
 
-    # Not a dataclass: torch.compile would guard on every field, which makes a graph per layout.
-    def __init__(self, starts_BS: Tensor, padding_BS: Tensor | None = None) -> None:
-        self.starts_BS, self.padding_BS = starts_BS, padding_BS
+    # Not a dataclass, whose fields torch.compile would guard on: that is one graph for each layout.
+    def __init__(
+        self,
+        starts_BS: Tensor,
+        padding_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        begins: list[int] | None = None,
+    ) -> None:
+        self.starts_BS, self.padding_BS, self.positions_BS = starts_BS, padding_BS, positions_BS
         self.batch, self.length = starts_BS.shape
-        begins = starts_BS.flatten().nonzero().flatten().tolist()
-        ends = [*begins[1:], self.batch * self.length]
+        if begins is None:
+            begins = starts_BS.flatten().nonzero().flatten().tolist()
+        self.boundaries = [*begins, self.batch * self.length]
         rows: list[list[tuple[int, int]]] = [[] for _ in range(self.batch)]
-        for begin, end in zip(begins, ends, strict=True):
+        for begin, end in zip(begins, self.boundaries[1:], strict=True):
             row = begin // self.length
             rows[row].append((begin - row * self.length, end - row * self.length))
         self.segments: list[tuple[int | None, int, int]]
@@ -59,14 +70,19 @@ class Documents:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """int32 [documents + 1]: boundaries in the flattened [B*S] tokens, as varlen kernels take them."""
-        begins = self.starts_BS.flatten().nonzero().flatten()
-        return torch.nn.functional.pad(begins, (0, 1), value=self.batch * self.length).to(torch.int32)
+        """int32 [documents + 1]: the boundaries as varlen kernels take them, on the device."""
+        return torch.tensor(self.boundaries, dtype=torch.int32, device=self.starts_BS.device)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest document."""
         return max(end - begin for _, begin, end in self.segments)
+
+    @property
+    def longest_position(self) -> Tensor:
+        """int64 scalar: the highest position in the batch, padding included, on the device."""
+        assert self.positions_BS is not None
+        return self.positions_BS.max()
 
     @cached_property
     def ids_BS(self) -> Tensor:
@@ -84,36 +100,54 @@ class Documents:
         return ((query == key) & (key > 0)).tril(first_query).unsqueeze(1)
 
     @cached_property
-    def cache(self) -> dict:
-        """What is made once per forward of its documents or its positions (flex attention's block mask)."""
+    def cache(self) -> dict[Any, Any]:
+        """What is made once per forward from its documents or its positions, such as flex attention's block mask."""
         return {}
 
 
-def find_documents(positions_BS: Tensor, padding_BS: Tensor) -> tuple[Documents, str | None]:
-    """The documents, and what is wrong with the padding, if anything.
+def find_documents(
+    positions_BS: Tensor, padding_BS: Tensor, flags: Tensor | None = None
+) -> tuple[Documents, str | None, list[bool]]:
+    """The documents, and what is wrong with the padding, if anything. The host waits for the device once.
 
     Args:
-        positions_BS: int, positions of all tokens.
+        positions_BS: int64, the positions of all tokens.
         padding_BS: bool, True on padding.
+        flags: bool [n], which the host shall read with the documents.
+
+    Returns:
+        the documents, the problem or None, and the flags on the host.
     """
+    B, S = positions_BS.shape
     follows = torch.ones_like(padding_BS)
     follows[:, 1:] = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
     starts = ~(follows | padding_BS)
     starts[:, 1:] |= padding_BS[:, 1:] != padding_BS[:, :-1]
     starts[:, 0] = True
-    if not padding_BS.any():
-        return Documents(starts), None
-    return Documents(starts, padding_BS), _hole(positions_BS, padding_BS)
+    holes, before = _holes(positions_BS, padding_BS)
+    about_padding = torch.stack([padding_BS.any(), holes.any()])
+    to_read = [starts.flatten(), about_padding] if flags is None else [starts.flatten(), about_padding, flags]
+    on_host = torch.cat(to_read).cpu().numpy()  # the only wait for the device
+    begins = on_host[: B * S].nonzero()[0].tolist()
+    has_padding, has_holes, *flags_on_host = on_host[B * S :].tolist()
+    documents = Documents(starts, padding_BS if has_padding else None, positions_BS, begins)
+    problem = _describe_hole(positions_BS, holes, before) if has_holes else None
+    return documents, problem, flags_on_host
 
 
-def _hole(positions_BS: Tensor, padding_BS: Tensor) -> str | None:
-    """Padding inside a document would cut it in two: a token behind padding has to restart its positions."""
+def _holes(positions_BS: Tensor, padding_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Padding inside a document would cut it in two: a token behind padding has to restart its positions.
+
+    Returns:
+        bool [B, S-1], True where token i+1 goes on behind padding; int64 [B, S-1], the last token up to i, or -1.
+    """
     index = torch.arange(positions_BS.shape[1], device=positions_BS.device).expand_as(positions_BS)
-    before = index.masked_fill(padding_BS, -1).cummax(1).values[:, :-1]  # the last token up to the one before
+    before = index.masked_fill(padding_BS, -1).cummax(1).values[:, :-1]
     after_padding = ~padding_BS[:, 1:] & padding_BS[:, :-1] & (before >= 0)
-    holes = after_padding & (positions_BS[:, 1:] > positions_BS.gather(1, before.clamp(min=0)))
-    if not holes.any():
-        return None
+    return after_padding & (positions_BS[:, 1:] > positions_BS.gather(1, before.clamp(min=0))), before
+
+
+def _describe_hole(positions_BS: Tensor, holes: Tensor, before: Tensor) -> str:
     row, i = holes.nonzero()[0].tolist()
     return (
         f"attention_mask has padding inside a document (row {row}, before token {i + 1}, whose position "
@@ -130,87 +164,77 @@ def gather_documents(
     group: SequenceGroup,
     problem: str | None = None,
     alike: Mapping[str, Any] | None = None,
+    impossible: tuple[Tensor, str] | None = None,
 ) -> tuple[Documents, Tensor]:
-    """Documents of the whole sequence and this rank's positions, from what each rank has of its own tokens.
+    """The documents of whole sequences and the local positions, from each rank's local positions and padding.
+
+    It takes one all-gather of a few integers, by which ranks agree that their inputs fit each other, and one of
+    positions and padding. The host waits for the device once.
 
     Args:
-        position_ids: int [B, T], [1, T] or [T], this rank's tokens; None on all ranks: 0..S-1.
-        attention_mask: [B, T], 0 on padding; None: no padding. Four-dimensional masks are refused.
+        position_ids: int [B, T], [1, T] or [T], local; None on all ranks means 0..S-1.
+        attention_mask: [B, T], 0 on padding; None means no padding. Four-dimensional masks are refused.
         shape: (B, T) of the inputs.
-        problem: what else is wrong with this rank's inputs.
-        alike: by what they say, small values that have to be the same on all ranks.
+        problem: anything else that is wrong with the local inputs.
+        alike: small values that have to be the same on all ranks, by what they say.
+        impossible: bool [B, T], True on local tokens that the embedding does not have; and the sentence for them.
 
     Returns:
         documents of [B, S]; positions int64 [B, T].
 
     Raises:
-        ValueError: on all ranks, if shapes do not fit or differ between ranks, or positions are those of another split.
+        ValueError: on all ranks, if shapes do not fit or differ between ranks, or any rank has a problem.
     """
     B, T = shape
-    noted = marked_split(position_ids)
-    problem = problem or _problem(position_ids, attention_mask, B, T)
-    if problem is None and noted not in (None, group.split) and group.size > 1:
-        problem = _is_of(noted, group)
-    problem = problem or uneven(group, T)
-    alike = {"position_ids were given": position_ids is None, "an attention_mask was given": attention_mask is None} | (
-        dict(alike) if alike else {}
-    )
-    said = gather_objects(group, (problem, (B, T), noted, *alike.values()))
-    problems, shapes, notes, *differing = zip(*said, strict=True)
-    raise_first(problems)
-    if len(set(shapes)) > 1:
-        raise ValueError(
-            f"the ranks of a sequence group got inputs of different shapes {list(shapes)}: give every rank its part of "
-            "the same batch, as shard_batch does."
-        )
-    for what, answers in zip(alike, differing, strict=True):
-        if len(set(answers)) > 1:
-            raise ValueError(f"{what} on some ranks of the sequence group and not on others.")
+    problem = problem or _problem(position_ids, attention_mask, B, T) or uneven(group, T)
+    given = {"position_ids were given": position_ids is None, "an attention_mask was given": attention_mask is None}
+    _agree(group, problem, (B, T), given | dict(alike or {}))
 
     if position_ids is None:
         runs = [torch.arange(run.start, run.stop, device=device) for run in own_runs(group, T)]
         positions_BT = torch.cat(runs).expand(B, T)
     else:
-        positions_BT = position_ids.to(device=device, dtype=torch.long).expand(B, T)
-    padding_BT = torch.zeros_like(positions_BT) if attention_mask is None else (attention_mask == 0).to(device)
+        positions_BT = position_ids.to(device, torch.long).expand(B, T)
+    if attention_mask is None:
+        padding_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
+    else:
+        padding_BT = attention_mask.to(device) == 0
+    state_BT = padding_BT.to(torch.long)  # 1 on padding, 2 on an impossible token, 3 on both
+    if impossible is not None:
+        state_BT = state_BT + 2 * impossible[0]
     # One gather for both; [ranks * T, B, 2], since ranks and tokens have to be adjacent.
-    mine = torch.stack([positions_BT.T, padding_BT.T.to(torch.long)], dim=-1)
-    of_ranks = gather_now(mine, group, "setup")
-    positions_SB, padding_SB = in_order(of_ranks, group).unbind(-1)
-    documents, problem = find_documents(positions_SB.T, padding_SB.T.bool())
-    if group.split == "head_tail" and group.size > 1 and not any(notes) and position_ids is not None:
-        problem = _other_split(of_ranks, group) or problem
-    if problem is not None:
-        raise ValueError(problem)
+    of_ranks = gather_now(torch.stack([positions_BT.T, state_BT.T], dim=-1), group, "setup")
+    positions_SB, state_SB = in_order(of_ranks, group).unbind(-1)
+    documents, hole, (has_impossible,) = find_documents(
+        positions_SB.T, (state_SB % 2).T.bool(), (state_SB > 1).any().unsqueeze(0)
+    )
+    if hole is not None:
+        raise ValueError(hole)
+    if has_impossible:
+        raise_first(gather_objects(group, impossible[1] if impossible is not None and impossible[0].any() else None))
     return documents, positions_BT
 
 
-def _other_split(of_ranks: Tensor, group: SequenceGroup) -> str | None:
-    """Finds positions of consecutive tokens where they should be of head and tail, if nothing was noted on them.
+def _agree(group: SequenceGroup, problem: str | None, shape: tuple[int, int], alike: dict[str, Any]) -> None:
+    """Raises ValueError on all ranks if one has a problem, or if their shapes or other values differ.
 
-    That is where documents are cut off as chunks meet, and would not be in the other order.
-
-    Args:
-        of_ranks: [S, B, 2], positions and padding as the ranks hold them, one rank after the other.
+    Integers travel. Only if something is wrong are the ranks asked what it is.
     """
-    chunks = len(chunks_of(group))
-    width = of_ranks.shape[0] // chunks
-    begins = torch.arange(width, chunks * width, width, device=of_ranks.device)
-
-    def cuts(in_sequence: Tensor) -> Tensor:
-        positions_SB, padding_SB = in_sequence.unbind(-1)
-        cut = (positions_SB[begins] != positions_SB[begins - 1] + 1) & (positions_SB[begins] != 0)
-        return (cut & (padding_SB[begins] + padding_SB[begins - 1] == 0)).sum()
-
-    here, otherwise = torch.stack([cuts(in_order(of_ranks, group)), cuts(of_ranks)]).tolist()
-    return _is_of("contiguous", group) if here and not otherwise else None
-
-
-def _is_of(split: str, group: SequenceGroup) -> str:
-    return (
-        f"position_ids are those of a batch with split={split!r}, but the model has split={group.split!r}: shard "
-        "batches by shard_batch(batch, handle.group, split=handle.split)."
-    )
+    fingerprint = zlib.crc32(repr(list(alike.values())).encode())
+    numbers = gather_numbers([problem is not None, *shape, fingerprint], group)
+    if not any(has_problem for has_problem, *_ in numbers) and all(of_rank == numbers[0] for of_rank in numbers):
+        return
+    answers = gather_objects(group, (problem, shape, alike))
+    raise_first([text for text, _, _ in answers])
+    shapes = [of_rank for _, of_rank, _ in answers]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"the ranks of a sequence-parallel group got inputs of different shapes {shapes}: give every rank its shard "
+            "of the same batch, as handle.shard does."
+        )
+    for what in alike:
+        if any(others[what] != alike[what] for _, _, others in answers):
+            raise ValueError(f"{what} on some ranks of the sequence-parallel group and not on others.")
 
 
 def _problem(position_ids: Tensor | None, attention_mask: Tensor | None, B: int, T: int) -> str | None:
@@ -218,7 +242,9 @@ def _problem(position_ids: Tensor | None, attention_mask: Tensor | None, B: int,
         if x is not None and not isinstance(x, Tensor):
             return f"{name} must be a tensor [{B}, {T}], got {type(x).__name__}."
     if position_ids is not None and tuple(position_ids.shape) not in ((T,), (1, T), (B, T)):
-        return f"position_ids must be this rank's [{B}, {T}], got {tuple(position_ids.shape)}: see shard_batch."
+        return (
+            f"position_ids must be this rank's [{B}, {T}], got {tuple(position_ids.shape)}: take them from the shard."
+        )
     if attention_mask is not None and tuple(attention_mask.shape) != (B, T):
         return (
             f"attention_mask must be this rank's two-dimensional [{B}, {T}] (0 on padding), got "

@@ -1,11 +1,17 @@
-"""The loss of sequences that ranks share, with the value and the gradient of one process."""
+"""The loss of sequences that ranks share, with the value and the gradient of one process.
+
+Letters: B batch · T local tokens · V vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.agreement import all_reduce
 from ..comm.collectives import accumulation_dtype
 from ..comm.group import SequenceGroup
 from .batch import IGNORED_LABEL
@@ -18,25 +24,28 @@ def sequence_loss(
     num_items: int | Tensor | None = None,
     gradient_scale: float = 1.0,
     label_smoothing: float = 0.0,
+    *,
+    check: bool = True,
 ) -> Tensor:
     """Cross entropy of the whole sequences, the same value on each rank of the group.
 
-    With `num_items`, the sum over the group's tokens divided by it; without, their mean. A group
-    without any supervised token has loss 0 and gradient 0. Computed in fp32, or in the logits' dtype
-    if that is wider.
+    With `num_items`, it is the sum over the group's tokens divided by it; without, their mean. A group without any
+    supervised token has loss 0 and gradient 0. It is computed in fp32, or in the logits' dtype if that is wider.
 
     Args:
-        logits_BTV: this rank's logits; V is the vocabulary here.
+        logits_BTV: the local logits.
         shift_labels_BT: int64, the label that each token predicts; -100 is ignored.
-        num_items: supervised tokens that the sum is divided by.
-        gradient_scale: the gradient, not the value, is multiplied by this.
-        label_smoothing: as torch's cross_entropy has it.
+        num_items: the number of supervised tokens that the sum is divided by.
+        gradient_scale: the gradient, not the value, is multiplied by it.
+        label_smoothing: as in torch's cross_entropy.
+        check: whether to report labels outside the vocabulary on all ranks, for which the host waits for the device.
+            Otherwise cross_entropy fails on the rank that has them.
 
-    Backward: no collective. Each rank's gradient is that of its own tokens' share, so the SUM over the
-    group's ranks of a parameter's gradient is the gradient of the value (times gradient_scale).
+    Backward: no collective. Each rank's gradient is that of its local tokens' share, so the SUM over the group's ranks of
+    a parameter's gradient is the gradient of the value (times gradient_scale).
 
     Raises:
-        ValueError: logits and labels do not fit each other (labels out of range: on all ranks).
+        ValueError: logits and labels do not fit each other; with `check`, labels outside the vocabulary, on all ranks.
     """
     if logits_BTV.shape[:-1] != shift_labels_BT.shape:
         raise ValueError(
@@ -44,66 +53,65 @@ def sequence_loss(
             "[B, T, vocabulary] and [B, T]: take both from the same shard of shard_batch."
         )
     labels, vocabulary = shift_labels_BT.flatten().to(logits_BTV.device), logits_BTV.shape[-1]
-    # Raised below, on all ranks: cross_entropy would raise on one and leave the others waiting.
-    impossible = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocabulary))
-    labels = labels.masked_fill(impossible, IGNORED_LABEL)
+    counts = [(labels != IGNORED_LABEL).sum().double()]
+    if check:
+        impossible = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocabulary))
+        counts.append(impossible.sum().double())
+        labels = labels.masked_fill(impossible, IGNORED_LABEL)  # cross_entropy would raise on this rank alone
     logits = logits_BTV.flatten(0, -2).to(accumulation_dtype(logits_BTV.dtype))
-    own = torch.nn.functional.cross_entropy(
+    local = torch.nn.functional.cross_entropy(
         logits, labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing
     )
-    total = torch.stack([own.detach().double(), (labels != IGNORED_LABEL).sum().double(), impossible.sum().double()])
-    if group.size > 1:
-        dist.all_reduce(total, group=group.process_group)
-    if total[2] > 0:
+    total, items, *impossible_items = all_reduce(
+        torch.stack([local.detach().double(), *counts]), group, "loss"
+    ).unbind()
+    if check and impossible_items[0] > 0:
         raise ValueError(
-            f"{int(total[2])} shift_labels of the batch are neither {IGNORED_LABEL} nor one of the {vocabulary} tokens of "
-            "the vocabulary."
+            f"{int(impossible_items[0])} shift_labels of the batch are neither {IGNORED_LABEL} nor one of the {vocabulary} "
+            "tokens of the vocabulary."
         )
-    return _of_group(own, total[0], total[1] if num_items is None else num_items, gradient_scale)
+    return _of_group(local, total, items if num_items is None else num_items, gradient_scale)
 
 
 def sum_of_losses(
-    own: Tensor,
+    local: Tensor,
     shift_labels_BT: Tensor,
     group: SequenceGroup,
     num_items: int | Tensor | None = None,
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """`sequence_loss` of losses that a fused kernel has summed over this rank's tokens.
+    """`sequence_loss` for losses that a fused kernel has summed over the local tokens.
 
     Args:
-        own: the sum, a scalar with gradient.
+        local: the sum, a scalar with gradient.
     """
-    total = torch.stack([own.detach().double(), (shift_labels_BT != IGNORED_LABEL).sum().to(own.device).double()])
-    if group.size > 1:
-        dist.all_reduce(total, group=group.process_group)
-    return _of_group(own, total[0], total[1] if num_items is None else num_items, gradient_scale)
+    items = (shift_labels_BT != IGNORED_LABEL).sum().to(local.device).double()
+    total, items = all_reduce(torch.stack([local.detach().double(), items]), group, "loss").unbind()
+    return _of_group(local, total, items if num_items is None else num_items, gradient_scale)
 
 
-def _of_group(own: Tensor, total: Tensor, num_items: int | Tensor, gradient_scale: float) -> Tensor:
+def _of_group(local: Tensor, total: Tensor, num_items: int | Tensor, gradient_scale: float) -> Tensor:
     items = torch.as_tensor(num_items, dtype=total.dtype, device=total.device).clamp(min=1)
-    return _WithValue.apply(own / items.to(own.dtype), (total / items).to(own.dtype), gradient_scale)
+    return _WithValue.apply(local / items.to(local.dtype), (total / items).to(local.dtype), gradient_scale)
 
 
 class _WithValue(torch.autograd.Function):
     """Forward: `value`. Backward: the gradient goes to `share`, scaled."""
 
     @staticmethod
-    def forward(ctx, share: Tensor, value: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, share: Tensor, value: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
         return value.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad * ctx.scale, None, None
 
 
-def count_items(shift_labels: list[Tensor], group: SequenceGroup) -> int:
-    """Supervised tokens in this rank's shards, summed over all ranks of the group."""
+def count_items(shift_labels: Sequence[Tensor], group: SequenceGroup) -> int:
+    """The number of supervised tokens in the local shards, summed over all ranks of the group."""
     device = shift_labels[0].device if shift_labels else torch.device("cpu")
     count = torch.zeros((), dtype=torch.long, device=device)
     for labels in shift_labels:
         count += (labels != IGNORED_LABEL).sum()
-    if group.size > 1:
-        dist.all_reduce(count, group=group.process_group)
-    return int(count)
+    return int(all_reduce(count, group, "setup"))

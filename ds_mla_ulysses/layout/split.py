@@ -57,16 +57,6 @@ def uneven(group: SequenceGroup, tokens: int) -> str | None:
     )
 
 
-def mark_split(positions: Tensor, split: str) -> None:
-    """Notes on a rank's position ids how its batch was split. A copy of them, on another device too, has no note."""
-    positions._ulysses_split = split
-
-
-def marked_split(positions: object) -> str | None:
-    """What was noted."""
-    return getattr(positions, "_ulysses_split", None)
-
-
 def in_order(x: Tensor, group: SequenceGroup, dim: int = 0) -> Tensor:
     """What the ranks hold, one after the other along dim, in the order of the sequence; x itself if it is that."""
     held = chunks_of(group)

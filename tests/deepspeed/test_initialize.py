@@ -66,12 +66,11 @@ def engine_steps(model, handle, config, steps, accumulation):
     losses, norms = [], []
     for step in range(steps):
         rows = micro_batches(step, handle.data_size, accumulation)
-        shards = [dmu.shard_batch(row[handle.data_rank], handle.group) for row in rows]
+        shards = [handle.shard(row[handle.data_rank]) for row in rows]
         num_items = handle.num_items(shards)
         total = torch.zeros(())
         for shard in shards:
-            logits = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits
-            loss = handle.loss(logits, shard["shift_labels"], num_items=num_items)
+            loss = handle.loss(engine(**shard.inputs).logits, shard, num_items=num_items)
             engine.backward(loss)
             engine.step()
             total += loss.detach()
@@ -134,9 +133,8 @@ def mean_update(stage):
     handle = dmu.parallelize(model)
     engine, *_ = dmu.initialize(model=model, config=engine_config(stage), handle=handle)
     ((batch,),) = micro_batches(0, 1, 1)
-    shard = dmu.shard_batch(batch, handle.group)
-    loss = handle.loss(engine(input_ids=shard["input_ids"]).logits, shard["shift_labels"])
-    engine.backward(loss)
+    shard = handle.shard(batch)
+    engine.backward(handle.loss(engine(**shard.inputs).logits, shard))
     engine.step()
     got = full_parameters(model, stage)
     engine.destroy()
@@ -150,8 +148,8 @@ def refuses_mean(accumulation, sp_size):
     model = tiny_model("youtu", torch.float32)
     handle = dmu.parallelize(model, sp_size=sp_size)
     engine, *_ = dmu.initialize(model=model, config=engine_config(0, accumulation=accumulation), handle=handle)
-    shard = dmu.shard_batch(random_batch(2, 8), handle.group)
-    handle.loss(engine(input_ids=shard["input_ids"]).logits, shard["shift_labels"])
+    shard = handle.shard(random_batch(2, 8))
+    handle.loss(engine(**shard.inputs).logits, shard)
 
 
 @pytest.mark.parametrize("size,accumulation,sp_size", [(2, 2, 2), (4, 1, 2)])
@@ -200,8 +198,8 @@ def next_engine_is_plain():
     second.step()
     torch.testing.assert_close(plain.weight, torch.ones(3, 3) - LR * 2)  # the ranks' mean: both have the same data
     ((batch,),) = micro_batches(0, 1, 1)
-    shard = dmu.shard_batch(batch, handle.group)
-    engine.backward(handle.loss(engine(input_ids=shard["input_ids"]).logits, shard["shift_labels"]))
+    shard = handle.shard(batch)
+    engine.backward(handle.loss(engine(**shard.inputs).logits, shard))
     engine.step()
     want = plain_steps("youtu", 1, 1, 1, 0.0)[2]
     assert all((p.detach() - want[n]).norm() <= 1e-5 * want[n].norm() for n, p in model.named_parameters())

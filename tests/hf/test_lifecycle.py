@@ -148,23 +148,23 @@ def pauses(checkpointing, family="deepseek_v3"):
     handle = dmu.parallelize(model)
     if checkpointing:
         model.gradient_checkpointing_enable()
-    with handle.paused(), torch.no_grad():
+    with handle.plain(), torch.no_grad():
         got = model(**batch, use_cache=False)
     assert torch.equal(got.logits, plain(**batch, use_cache=False).logits)
     if checkpointing:
-        with handle.paused():
+        with handle.plain():
             loss = model(**batch, use_cache=False).loss
         loss.backward()  # recomputes, and is not paused any more
         assert_gradients(gradients(model), reference_step(plain, batch)[1], 1e-6)
         model.zero_grad()
     padded = padded_batch([16, 9], 16)
-    with handle.paused(), torch.no_grad():
-        with handle.paused():
+    with handle.plain(), torch.no_grad():
+        with handle.plain():
             pass
         got = model(**padded, use_cache=False)  # still paused, and with the masks of the plain model
     assert torch.equal(got.logits, plain(**padded, use_cache=False).logits)
     model.eval(), plain.eval()
-    with handle.paused():
+    with handle.plain():
         got = model.generate(batch["input_ids"], max_new_tokens=8, do_sample=False)
     assert torch.equal(got, plain.generate(batch["input_ids"], max_new_tokens=8, do_sample=False))
     # Evaluation mode is sequence-parallel as well, and pausing left nothing behind.
@@ -246,9 +246,8 @@ def two_forwards(reentrant, family="deepseek_v3"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=reentrant))
     losses = []
     for batch in batches:
-        shard = dmu.shard_batch(batch, handle.group)
-        logits = model(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits
-        losses.append(handle.loss(logits, shard["shift_labels"]))
+        shard = handle.shard(batch)
+        losses.append(handle.loss(model(**shard.inputs).logits, shard))
     sum(losses).backward()
     handle.sum_gradients()
     assert all(abs(a.item() - b) < LOSS[family] * b for a, b in zip(losses, want, strict=True))

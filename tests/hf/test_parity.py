@@ -23,12 +23,9 @@ DOCUMENTS = [[13, 5, 15], [20, 1, 12]]
 
 def sharded_step(model, batch, handle):
     """Loss, summed gradients and this rank's logits."""
-    import ds_mla_ulysses as dmu
-
-    shard = dmu.shard_batch(batch, handle.group, split=handle.split)
-    inputs = {name: x for name, x in shard.items() if name != "shift_labels"}
-    logits = model(**inputs).logits
-    loss = handle.loss(logits, shard["shift_labels"])
+    shard = handle.shard(batch)
+    logits = model(**shard.inputs).logits
+    loss = handle.loss(logits, shard)
     loss.backward()
     handle.sum_gradients()
     return loss.item(), gradients(model), logits.detach()

@@ -1,0 +1,74 @@
+"""Small collectives by which ranks agree: numbers, Python objects, sums. `TrafficMeter` counts all of them.
+
+| function       | carries                               | cost                                                              |
+|----------------|---------------------------------------|-------------------------------------------------------------------|
+| gather_numbers | as many integers from every rank      | one all-gather; no wait for an accelerator if the group has a CPU backend |
+| gather_objects | picklable values of different sizes   | two all-gathers; the values are pickled                           |
+| all_reduce     | one tensor, reduced in place          | one all-reduce                                                    |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import traffic
+from .collectives import gather_now
+from .group import SequenceGroup
+
+
+def gather_numbers(numbers: Sequence[int], group: SequenceGroup) -> list[list[int]]:
+    """The integers of every rank, in rank order; each rank gives the same number of them."""
+    if group.size == 1:
+        return [list(numbers)]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=_device_for_numbers(group))
+    gathered: list[list[int]] = gather_now(mine, group, "setup").view(group.size, -1).tolist()
+    return gathered
+
+
+def _device_for_numbers(group: SequenceGroup) -> torch.device:
+    """The CPU if the group has a backend for it, so that the host does not wait for an accelerator."""
+    backends = dist.get_backend_config(group.process_group)  # such as "cpu:gloo,cuda:nccl"
+    kinds = [part.split(":")[0] for part in backends.split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+
+def gather_objects(group: SequenceGroup, value: Any) -> list[Any]:
+    """The values of every rank, in rank order. For small picklable values."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.process_group)
+    traffic.record("all_gather_object", "setup", 0)  # torch pickles the values: their size is not known here
+    return values
+
+
+def all_reduce(
+    x: Tensor, group: SequenceGroup, direction: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """Reduces x over the ranks in place and returns it. Counted as a ring: each rank sends 2 (ranks-1)/ranks of x."""
+    if group.size > 1:
+        _record_all_reduce(x, group, direction)
+        dist.all_reduce(x, op, group=group.process_group)
+    return x
+
+
+def start_all_reduce(x: Tensor, group: SequenceGroup, direction: str) -> dist.Work:
+    """Starts to sum x over the ranks in place; x is ready after `wait()` of what this returns."""
+    _record_all_reduce(x, group, direction)
+    return dist.all_reduce(x, group=group.process_group, async_op=True)
+
+
+def _record_all_reduce(x: Tensor, group: SequenceGroup, direction: str) -> None:
+    traffic.record("all_reduce", direction, 2 * x.nbytes * (group.size - 1) // group.size)
+
+
+def raise_first(problems: Sequence[str | None]) -> None:
+    """Raises ValueError with the problem of the first rank that has one."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise ValueError(problem if len(problems) == 1 else f"rank {rank} of the group: {problem}")

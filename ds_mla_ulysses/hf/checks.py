@@ -1,0 +1,35 @@
+"""Which checks run that cost a collective or a wait of the host for the device.
+
+| check    | where                 | what it finds                                        | cost                                          |
+|----------|-----------------------|------------------------------------------------------|-----------------------------------------------|
+| "batch"  | Handle.shard          | ranks of a group that hold different or bad batches  | two small all-gathers, a copy to the host     |
+| "labels" | Handle.loss           | labels outside the vocabulary                        | a wait for the device                         |
+| "loss"   | the engine's backward | a loss that is not the same number on all ranks      | an all-reduce of two numbers, a wait          |
+"""
+
+from __future__ import annotations
+
+POLICIES = ("always", "first", "never")
+
+
+class Checks:
+    """Says for each check whether it is due, the same on all ranks that call it equally often.
+
+    Args:
+        policy: "always"; "first": each check runs once; "never".
+
+    Raises:
+        ValueError: the policy is unknown.
+    """
+
+    def __init__(self, policy: str = "always") -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"checks must be one of {list(POLICIES)}, got {policy!r}.")
+        self.policy = policy
+        self._done: set[str] = set()
+
+    def due(self, name: str) -> bool:
+        """Whether the check runs now."""
+        is_due = self.policy == "always" or (self.policy == "first" and name not in self._done)
+        self._done.add(name)
+        return is_due

@@ -1,0 +1,114 @@
+"""The arguments of a sequence-parallel forward: which are refused, and why.
+
+A problem on one rank has to be raised on all of them, or the others would wait for it. So these functions return a
+sentence, which goes along with the exchange that each forward makes (`layout.documents.gather_documents`).
+
+Letters: B batch · T local tokens · D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.group import SequenceGroup
+from ..layout.shard import LAYOUT, SHIFT_LABELS, ShardLayout
+from .calls import is_given
+
+#: The keyword argument that tells the text model's hook what is wrong with the whole model's arguments.
+PROBLEM = "ulysses_problem"
+
+NO_ATTENTIONS = "output_attentions is not supported under sequence parallelism."
+_REFUSED_OF_MODEL = {
+    ("labels",): (
+        "labels cannot be given to a parallelized model, which would shift them within this rank's shard: shard the batch "
+        "with its labels (handle.shard) and compute the loss with handle.loss(logits, shard)."
+    ),
+    ("pixel_values", "pixel_values_videos"): (
+        "pixel_values are not supported under sequence parallelism: only text is. Run the model with images without a "
+        "layout, under torch.no_grad() or inside `with handle.plain():`."
+    ),
+    ("logits_to_keep",): (
+        "logits_to_keep would keep the last tokens of every rank's shard: leave it out and slice the result."
+    ),
+}
+_REFUSED_OF_TEXT_MODEL = {
+    ("cache", "past_key_values"): (
+        "cache and past_key_values are not supported under sequence parallelism: leave them out, or generate from whole "
+        "sequences without a layout."
+    ),
+    ("cu_seq_lens_q", "cu_seq_lens_k"): (
+        "cu_seq_lens_q/k do not fit a shard of a sequence: tell documents by position_ids instead."
+    ),
+    ("output_attentions",): NO_ATTENTIONS,
+}
+
+
+def refused_of_model(given: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | None:
+    """The names of arguments of the whole model that would be wrong on a shard, and why; None if there are none."""
+    for names, problem in _REFUSED_OF_MODEL.items():
+        # With shift_labels, a model's own loss is that of its local tokens, from which the Trainer makes the group's.
+        labels_fit = "labels" in names and given.get(SHIFT_LABELS) is not None
+        if any(is_given(given.get(name)) for name in names) and not labels_fit:
+            return names, problem
+    return None
+
+
+def refused_of_text_model(given: Mapping[str, Any]) -> str | None:
+    """Why arguments of the text model would be wrong on a shard; None if they are right."""
+    for names, problem in _REFUSED_OF_TEXT_MODEL.items():
+        if any(is_given(given.get(name)) for name in names):
+            return problem
+    return None
+
+
+def problem_of_tokens(ids: Any, embeds: Any) -> str | None:
+    """Why the tokens would stop this rank in the embedding, which the other ranks would not notice."""
+    if (ids is None) == (embeds is None):
+        return "give exactly one of input_ids and inputs_embeds."
+    for name, x, wanted in (("input_ids", ids, 2), ("inputs_embeds", embeds, 3)):
+        if x is not None and (not isinstance(x, Tensor) or x.ndim != wanted or 0 in x.shape):
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            return f"{name} must be this rank's [B, T{', D' if wanted == 3 else ''}] tokens, got {found}."
+    return None
+
+
+def impossible_tokens(text_model: nn.Module, ids: Tensor) -> tuple[Tensor, str] | None:
+    """bool [B, T], True on tokens that the embedding does not have, and the sentence about them. Waits for nothing."""
+    table = text_model.get_input_embeddings()
+    if not isinstance(table, nn.Embedding):
+        return None
+    return (ids < 0) | (ids >= table.num_embeddings), (
+        f"input_ids has tokens outside the vocabulary of {table.num_embeddings}."
+    )
+
+
+def problem_of_layout(layout: Any, group: SequenceGroup, tokens: int) -> str | None:
+    """Why the layout is not that of the group, or of so many local tokens."""
+    if not isinstance(layout, ShardLayout):
+        return (
+            f"{LAYOUT} must be the layout of a shard, as handle.shard(batch) makes it, got a {type(layout).__name__}."
+        )
+    if (layout.kind, layout.ranks, layout.rank) != (group.split, group.size, group.rank):
+        return (
+            f"the batch was sharded as {layout}, but the model has split={group.split!r} and this is rank {group.rank} of "
+            f"{group.size}: shard batches with handle.shard(batch), on each rank its own."
+        )
+    if tokens * layout.ranks != layout.length:
+        return (
+            f"the inputs have {tokens} tokens on this rank, but the shard's layout says {layout.length // layout.ranks} of "
+            f"{layout.length}: give the model shard.inputs as they are, not truncated and not those of another batch."
+        )
+    return None
+
+
+def is_recomputation() -> bool:
+    """Whether a non-reentrant checkpoint recomputes a forward now, which has been permitted when it first ran."""
+    try:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    except AttributeError:  # another torch: then the forward is refused
+        return False
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")

@@ -1,0 +1,170 @@
+"""parallelize: switches sequence parallelism on for one Hugging Face model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.agreement import gather_objects, raise_first
+from ..comm.group import SequenceGroup, split_world
+from ..planner.auto import Auto
+from .checks import Checks
+from .families import TESTED, AttentionModel, find_attention, is_patched
+from .handle import HANDLE, Handle
+from .moba import kernel_of
+from .patch import ModelPatch
+from .strategies import check_layer, check_strategy, decide_strategy
+
+_logger = logging.getLogger("ds_mla_ulysses")
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    sp_size: int | None = None,
+    group: SequenceGroup | dist.ProcessGroup | None = None,
+    strategy: str | Auto = "packed",
+    split: str = "contiguous",
+    head_chunks: int = 1,
+    checks: str = "always",
+) -> Handle:
+    """Makes a Hugging Face decoder attend over sequences that the ranks of a group share.
+
+    The model is patched in place, wholly or not at all. Parameters, state-dict keys and every other model in the
+    process are untouched. The model keeps the attention backend that it was loaded with. Every process of the job has
+    to make this call. torch.distributed is initialised if it is not yet (with gloo on a CPU).
+
+    Args:
+        model: a transformers >= 5.15 model with MLA, multi-head, grouped or multi-query attention.
+        sp_size: the number of consecutive ranks that share a sequence; all ranks of the job by default.
+        group: the process group to use instead; the groups of all ranks must divide the world evenly.
+        strategy: how attention exchanges data.
+            "packed": queries, keys and values travel in one all-to-all; the shared RoPE key of MLA is gathered.
+            "latent_kv", for MLA: queries travel by heads; the KV latent and the RoPE key are gathered, and each rank
+            expands its local heads of all tokens.
+            "latent_qkv", for MLA with a query latent: that is gathered too, and queries do not travel.
+            "gather_kv": keys and values of all heads are gathered (for MLA the latent and the RoPE key, from which each
+            rank expands all heads). Queries stay, and there can be fewer heads than ranks.
+            "auto": the fastest of these for the model's widths, the number of ranks, the length, the link and the rate of
+            matrix products, which are measured; or an `Auto` that gives them. It is decided here, once, and is the
+            same on all ranks.
+        split: which tokens of a sequence a rank holds. "contiguous": the same number of consecutive ones. "head_tail",
+            for gather_kv: one piece from the front and one from the back, which makes causal attention the same work on
+            all ranks.
+        head_chunks: for MLA, the number of chunks in which the local heads are exchanged, expanded and attend one after
+            the other, and once more in backward. Only one chunk's keys and values exist at a time, at the price of more
+            time and more collectives.
+        checks: "always", "first" or "never": when to run those checks that cost a collective or a wait for the device
+            (are the batches of a group equal, are labels in the vocabulary, is the loss that of the group).
+            `ds_mla_ulysses/hf/checks.py` says what each costs. "first" runs each of them once.
+
+    Returns:
+        the Handle. A forward is sequence-parallel if it gets a shard (`handle.shard`).
+
+    Raises:
+        UnsupportedModelError: the model would be silently wrong; the message says what to do instead.
+        ValueError: there are fewer heads than ranks, bad groups, an unknown strategy or split, or settings that differ
+            between ranks.
+        TypeError: sp_size or head_chunks is not an int.
+        RuntimeError: the model is parallelized already.
+    """
+    auto = check_strategy(strategy, split, head_chunks)
+    policy = Checks(checks)
+    if sp_size is not None and type(sp_size) is not int:
+        raise TypeError(f"sp_size must be an int, got {sp_size!r}.")
+    if sp_size is not None and sp_size < 1:
+        raise ValueError(f"sp_size must be a positive number of ranks, got {sp_size!r}.")
+    if sp_size is not None and group is not None:
+        raise ValueError("give sp_size or group, not both.")
+    if is_patched(model):
+        raise RuntimeError("the model is parallelized already: call restore() of its handle first.")
+    found = find_attention(model)
+    _warn_if_untested(model, found)
+    kernels = [kernel_of(layer, layer.config) for layer in found.layers]
+    _init_distributed()
+    _check_alike(
+        {
+            "strategy": auto or strategy,
+            "split": split,
+            "head_chunks": head_chunks,
+            "checks": checks,
+            "sp_size": sp_size,
+            "a group was given": group is not None,
+        }
+    )
+    sequence_group, data_rank, data_size = _groups(sp_size, group)
+    sequence_group = sequence_group.with_split(split)
+    why = "asked for"
+    if auto is None:
+        assert isinstance(strategy, str)
+        name = strategy
+    else:
+        name, why = decide_strategy(auto, model, kernels, sequence_group, head_chunks)
+        if dist.get_rank() == 0:
+            _logger.warning("strategy='auto' chose %s", why)
+    for layer in found.layers:
+        check_layer(layer, name, sequence_group.size, head_chunks)
+    patch = ModelPatch(model, found, sequence_group, kernels, name, head_chunks)
+    handle = Handle(patch, data_rank=data_rank, data_size=data_size, why=why, checks=policy)
+    patch.apply(**{HANDLE: handle})
+    return handle
+
+
+def _warn_if_untested(model: nn.Module, found: AttentionModel) -> None:
+    if found.model_type not in TESTED and getattr(model.config, "model_type", None) not in TESTED:
+        warnings.warn(
+            f"{found.model_type} has attention layers like those of the models that this package is tested with "
+            f"({', '.join(TESTED)}), but was not tested itself: compare one step with one process before you trust it.",
+            stacklevel=3,
+        )
+
+
+def _init_distributed() -> None:
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:  # started without a launcher: a world of one
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _check_alike(settings: dict[str, Any]) -> None:
+    """Refuses settings that differ between ranks: their collectives would wait for each other forever."""
+    answers = gather_objects(SequenceGroup.of(dist.group.WORLD), tuple(settings.values()))
+    for name, values in zip(settings, zip(*answers, strict=True), strict=True):
+        if len(set(values)) > 1:
+            raise ValueError(f"parallelize has to be called alike on all ranks; {name}, rank by rank: {list(values)}.")
+
+
+def _groups(sp_size: int | None, group: SequenceGroup | dist.ProcessGroup | None) -> tuple[SequenceGroup, int, int]:
+    """The local sequence-parallel group, its number among those of the world, and how many there are."""
+    world = SequenceGroup.of(dist.group.WORLD)
+    if group is None:
+        local = split_world(world.size if sp_size is None else sp_size)
+        return local, world.rank // local.size, world.size // local.size
+    problem: str | None = None
+    members: tuple[int, ...] = ()
+    try:
+        local = SequenceGroup.of(group)
+        alone = local.process_group is None
+        members = (world.rank,) if alone else tuple(dist.get_process_group_ranks(local.process_group))
+    except ValueError as error:
+        problem = str(error)
+    answers = gather_objects(world, (problem, members))
+    raise_first([text for text, _ in answers])
+    groups = sorted({ranks for _, ranks in answers})
+    if len({len(g) for g in groups}) > 1 or sorted(r for g in groups for r in g) != list(range(world.size)):
+        raise ValueError(
+            f"the sequence-parallel groups of all ranks must divide the world of {world.size} into groups of one size, "
+            f"got {groups}."
+        )
+    return local, groups.index(members), len(groups)
