@@ -93,7 +93,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     kv_b_proj, q_b_proj = projection(L, N + V), projection(Q, N + R) if Q else None
     widths = {"nope_dim": N, "rope_dim": R, "value_dim": V}
     stock = DistributedAttention(core, dist.group.WORLD, scatter_idx=2, gather_idx=1)
-    ours = dmu.UlyssesMLAAttention(core, group, **widths)
+    ours, latent_kv = dmu.UlyssesMLAAttention(core, group, **widths), dmu.LatentKVMLAAttention(core, group, **widths)
 
     def gathering(split: str) -> dmu.GatherKVMLAAttention:
         def attend(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
@@ -125,7 +125,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
 
     def latent_qkv() -> Tensor:
         q_BSQ, kv_BSD = gather_rows([query, torch.cat([latent, shared], -1)], group, True)
-        k, v = ours.latents.expand(*kv_BSD.split([L, R], -1), 0, own, expand)
+        k, v = ours.latents.expand(*kv_BSD.split([L, R], -1), True, own, expand)
         out_SBMV = core(q_of(q_BSQ, own), k, v).transpose(0, 1)
         return HeadsToTokens.apply(out_SBMV, H, group, True).transpose(0, 1)
 
@@ -136,7 +136,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     sides = {
         "stock": lambda: stock(*materialised(), 0),
         "packed": packed,
-        "latent_kv": lambda: ours(q_of(query), latent, shared, expand=expand),
+        "latent_kv": lambda: latent_kv(q_of(query), latent, shared, expand=expand),
         "latent_qkv": latent_qkv,
         "gather_kv": lambda: gathering("contiguous")(q_of(query), latent, shared, expand=expand_all),
         "head_tail": lambda: gathering("head_tail")(q_of(query), latent, shared, expand=expand_all),

@@ -88,7 +88,8 @@ def over_ranks(strategy: str, head_chunks: int, whole: list[Tensor]) -> list[Ten
             rows = LinearRows.apply(latent, w, None, heads.start * (N + V), heads.stop * (N + V))
             return rows.unflatten(-1, (-1, N + V))
 
-        kind = dmu.UlyssesMLAAttention if strategy in ("packed", "latent_kv") else dmu.GatherKVMLAAttention
+        kinds = {"packed": dmu.UlyssesMLAAttention, "latent_kv": dmu.LatentKVMLAAttention}
+        kind = kinds.get(strategy, dmu.GatherKVMLAAttention)
         attention = kind(causal, group, nope_dim=N, rope_dim=R, value_dim=V, head_chunks=head_chunks)
         if strategy == "packed":
             out = attention(leaves[0], expand(leaves[1], slice(0, H)), leaves[2])

@@ -58,8 +58,12 @@ def layer(
             *(x.transpose(1, 2) for x in (q, k, torch.nn.functional.pad(v, (0, R))))
         ).transpose(1, 2)[..., :V]
 
-    kind = dmu.GatherKVMLAAttention if strategy == "gather_kv" else dmu.UlyssesMLAAttention
-    attention = kind(of_run if strategy == "gather_kv" else sdpa, group, **settings)
+    kinds = {
+        "packed": dmu.UlyssesMLAAttention,
+        "latent_kv": dmu.LatentKVMLAAttention,
+        "gather_kv": dmu.GatherKVMLAAttention,
+    }
+    attention = kinds[strategy](of_run if strategy == "gather_kv" else sdpa, group, **settings)
     if strategy == "packed":
         return lambda: attention(q, kv_b_proj(latent).unflatten(-1, (H, -1)), shared), [
             q,

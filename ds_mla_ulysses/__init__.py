@@ -23,6 +23,7 @@ _WHERE = {
     "GatherKVAttention": "attention.gather",
     "GatherKVMLAAttention": "attention.gather",
     "Handle": "hf.handle",
+    "LatentKVMLAAttention": "attention.latent_kv",
     "MoBAConfig": "moba.config",
     "SequenceGroup": "comm.group",
     "Shard": "layout.shard",
@@ -47,6 +48,7 @@ __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:
     from .attention.gather import GatherKVAttention, GatherKVMLAAttention
+    from .attention.latent_kv import LatentKVMLAAttention
     from .attention.mla import UlyssesMLAAttention
     from .attention.moba import UlyssesMoBAAttention
     from .attention.ulysses import UlyssesAttention

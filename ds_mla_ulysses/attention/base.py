@@ -1,6 +1,10 @@
-"""What the attention classes share: the group, the checks of a call, the local attention and the way back.
+"""The base of the attention classes: the group, the checks of a call, the local attention and the way back.
 
-Letters: B batch · T this rank's tokens · S all tokens (T * ranks) · M this rank's query heads · V value width.
+Shape letters:
+    B batch                             M query heads of this rank
+    T tokens of this rank               K query and key width
+    S tokens of the whole sequence      V value width
+    H all query heads                   G all KV heads
 """
 
 from __future__ import annotations
@@ -18,9 +22,20 @@ from ..layout.heads import HeadPartition
 
 
 class SequenceAttention(DistributedAttention):
-    """DeepSpeed's `DistributedAttention` without its exchanges, for classes that bring their own."""
+    """DeepSpeed's `DistributedAttention` without its exchanges, for subclasses that have exchanges of their own.
 
-    #: How the group's ranks may divide a sequence.
+    Subclasses keep the signature of DeepSpeed's `forward` with its `batch_dim_idx` and `rotary_pos_emb`. They translate
+    both at once with `_check_call`; everything inside takes `batch_first`.
+
+    Args:
+        local_attention: computes attention on this rank; each subclass documents what it receives.
+        group: the sequence-parallel group: a SequenceGroup, a torch ProcessGroup, or None for a single rank.
+
+    Raises:
+        ValueError: the group's split is not one of the class's `splits`.
+    """
+
+    #: The splits of a sequence that the class supports.
     splits: tuple[str, ...] = ("contiguous",)
 
     def __init__(
@@ -31,29 +46,39 @@ class SequenceAttention(DistributedAttention):
         sequence_group = SequenceGroup.of(group)
         if sequence_group.split not in self.splits:
             raise ValueError(
-                f"split={sequence_group.split!r} is for the strategy 'gather_kv', whose queries stay: exchanged by heads, "
-                "every rank has the same work already. Choose split='contiguous'."
+                f"split={sequence_group.split!r} is for the strategy 'gather_kv', whose queries stay on their rank. This "
+                "class exchanges heads, so every rank already has the same work. Choose split='contiguous'."
             )
         super().__init__(local_attention, sequence_group.process_group)
         self.group = sequence_group
 
     def query_heads(self, heads: int) -> slice:
-        """The query heads, out of `heads`, that this rank computes: for parameters that belong to heads."""
+        """Returns the query heads, out of `heads`, that this rank attends with. Use it to slice per-head parameters.
+
+        Raises:
+            ValueError: the class exchanges heads and there are fewer heads than ranks.
+        """
         partition = HeadPartition(heads, self.group.size)
         return slice(partition.start(self.group.rank), partition.stop(self.group.rank))
 
-    def _check_call(self, batch_dim_idx: int, rotary_pos_emb: Any, **tensors: Tensor) -> None:
+    def _check_call(self, batch_dim_idx: int, rotary_pos_emb: Any, **tensors: Tensor) -> bool:
+        """Checks the arguments that DeepSpeed's signature adds, and that all tensors have one dtype.
+
+        Returns:
+            batch_first: whether the call's tensors are [B, T, ...] rather than [T, B, ...].
+        """
         if batch_dim_idx not in (0, 1):
             raise ValueError(f"batch_dim_idx is 0 for [B, T, H, .] or 1 for [T, B, H, .], got {batch_dim_idx!r}.")
         if rotary_pos_emb is not None:
-            raise ValueError("rotary_pos_emb must be None: apply rope to queries and keys before the call.")
+            raise ValueError("rotary_pos_emb must be None: apply RoPE to queries and keys before the call.")
         dtypes = {name: x.dtype for name, x in tensors.items()}
         if len(set(dtypes.values())) > 1:
             found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-            raise ValueError(f"all tensors travel in one dtype, got {found}: cast them before the call.")
+            raise ValueError(f"all tensors must have one dtype, got {found}: cast them before the call.")
+        return batch_dim_idx == 0
 
     def attend_locally(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The local attention, whose output has to have the rows and heads of q."""
+        """Calls the local attention and checks that its output has the rows and heads of q."""
         out = self.local_attn(q, k, v, *args, **kwargs)
         if out.ndim != 4 or out.shape[:3] != q.shape[:3]:
             raise ValueError(
@@ -63,27 +88,42 @@ class SequenceAttention(DistributedAttention):
         return out
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, heads: int, batch_dim_idx: int, args: tuple, kwargs: dict[str, Any]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        batch_first: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Tensor:
-        """Local attention of the own heads, in the layout of the call, and its output's way back: contiguous."""
+        """Attends with the local heads and returns the output to the ranks of its tokens.
+
+        Args:
+            q, k, v: q_BSMK and its keys and values if batch_first, else S before B.
+            heads: H.
+
+        Returns:
+            out_BTHV if batch_first, else out_TBHV; contiguous.
+        """
         out = self.attend_locally(q, k, v, *args, **kwargs)
         if self.group.size == 1:
             return out.contiguous()
-        out_SBMV = by_token(out, batch_dim_idx)
-        return by_token(HeadsToTokens.apply(out_SBMV, heads, self.group, batch_dim_idx == 0), batch_dim_idx)
+        out_SBMV = tokens_first(out, batch_first)
+        return tokens_first(HeadsToTokens.apply(out_SBMV, heads, self.group, batch_first), batch_first)
 
 
-def by_token(x: Tensor, batch_dim_idx: int) -> Tensor:
-    """The layout of the call <-> tokens first, as the exchange takes it: a view."""
-    return x.transpose(0, 1) if batch_dim_idx == 0 else x
+def tokens_first(x: Tensor, batch_first: bool) -> Tensor:
+    """Converts between the call's layout and [T, B, ...], the layout of the exchanges. It is its own inverse; a view."""
+    return x.transpose(0, 1) if batch_first else x
 
 
-def check_grouped(q: Tensor, k: Tensor, v: Tensor, batch_dim_idx: int) -> None:
-    """Refuses shapes that are not those of queries with their grouped keys and values."""
+def check_grouped(q: Tensor, k: Tensor, v: Tensor, batch_first: bool) -> None:
+    """Raises ValueError unless the shapes are q_BTHK, k_BTGK and v_BTGV (or T before B)."""
     if not (q.ndim == k.ndim == v.ndim == 4 and k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3]) or (
         v.shape[:3] != k.shape[:3]
     ):
-        rows = "[B, T" if batch_dim_idx == 0 else "[T, B"
+        rows = "[B, T" if batch_first else "[T, B"
         raise ValueError(
             f"q must be {rows}, H, K], k {rows}, G, K] and v {rows}, G, V]; got q {tuple(q.shape)}, "
             f"k {tuple(k.shape)}, v {tuple(v.shape)}."

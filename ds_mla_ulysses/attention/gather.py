@@ -14,9 +14,9 @@ from torch import Tensor
 from ..comm.group import SPLITS
 from ..layout.exchange import GatherTokens, gather_rows
 from ..layout.split import own_runs
-from .base import SequenceAttention, by_token, check_grouped
+from .base import SequenceAttention, check_grouped, tokens_first
 from .chunks import HeadChunks, check_count
-from .latents import Expand, Latents
+from .expansion import Expand, Latents
 
 
 class GatherKVAttention(SequenceAttention):
@@ -59,19 +59,19 @@ class GatherKVAttention(SequenceAttention):
         **kwargs: Any,
     ) -> Tensor:
         """Attention of this rank's tokens over the whole sequence; as `UlyssesAttention.forward`."""
-        self._check_call(batch_dim_idx, rotary_pos_emb, q=q, k=k, v=v)
-        check_grouped(q, k, v, batch_dim_idx)
+        batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, k=k, v=v)
+        check_grouped(q, k, v, batch_first)
         if self.group.size > 1:
-            blocks_TBGD = [by_token(x, batch_dim_idx) for x in (k, v)]
-            blocks_SBGD = GatherTokens.apply(self.group, batch_dim_idx == 0, None, *blocks_TBGD)
-            k, v = (by_token(x, batch_dim_idx) for x in blocks_SBGD)
-        return self._attend_runs(q, k, v, batch_dim_idx, args, kwargs)
+            blocks_TBGD = [tokens_first(x, batch_first) for x in (k, v)]
+            blocks_SBGD = GatherTokens.apply(self.group, batch_first, None, *blocks_TBGD)
+            k, v = (tokens_first(x, batch_first) for x in blocks_SBGD)
+        return self._attend_runs(q, k, v, batch_first, args, kwargs)
 
     def _attend_runs(
-        self, q: Tensor, k: Tensor, v: Tensor, batch_dim_idx: int, args: tuple, kwargs: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, batch_first: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """Local attention of the queries here over all keys, run by run: contiguous."""
-        dim = 1 - batch_dim_idx
+        dim = 1 if batch_first else 0
         runs = own_runs(self.group, q.shape[dim])
         parts = []
         for run, q_run in zip(runs, q.split([run.stop - run.start for run in runs], dim), strict=True):
@@ -122,14 +122,14 @@ class GatherKVMLAAttention(GatherKVAttention):
         expand: Expand,
         **kwargs: Any,
     ) -> Tensor:
-        """As `UlyssesMLAAttention.forward` with latents; `expand` is asked for all heads, or for each part of them."""
-        self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=latent, k_shared=k_shared)
-        self.latents.check(q, latent, k_shared, batch_dim_idx)
+        """As `LatentKVMLAAttention.forward`; `expand` is asked for all heads, or for each part of them."""
+        batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=latent, k_shared=k_shared)
+        self.latents.check(q, latent, k_shared, batch_first)
         if self.group.size > 1:
-            latent, k_shared = gather_rows([latent, k_shared], self.group, batch_dim_idx == 0)
+            latent, k_shared = gather_rows([latent, k_shared], self.group, batch_first)
         heads = HeadChunks(q.shape[2], 1, self.head_chunks).of_rank(0)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend_runs(q, k, v, batch_dim_idx, args, kwargs)
+            return self._attend_runs(q, k, v, batch_first, args, kwargs)
 
-        return self.latents.attend_in_chunks(q, latent, k_shared, batch_dim_idx, heads, expand, attend)
+        return self.latents.attend_in_chunks(q, latent, k_shared, batch_first, heads, expand, attend)

@@ -1,13 +1,15 @@
-"""DeepSpeed Ulysses for Multi-head Latent Attention.
+"""DeepSpeed Ulysses for Multi-head Latent Attention, with packed keys and values.
 
-Letters: B batch · T this rank's tokens · S all tokens (T * ranks) · H all heads · M this rank's heads
-· N non-positional key width · R shared rope key width · K = N+R · V value width · P = N+V (compact KV
-of a head) · F = K+P (what a head sends) · L latent width.
+Shape letters:
+    B batch                             N key width without position
+    T tokens of this rank               R width of the shared RoPE key
+    S tokens of the whole sequence      K = N + R, query and key width
+    H all query heads                   V value width
+    M query heads of this rank          P = N + V, packed key and value of one head
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,95 +18,64 @@ from torch import Tensor
 
 from ..comm.collectives import gather_start, sum_over_ranks
 from ..comm.group import SequenceGroup
-from ..layout.exchange import (
-    HeadsToTokens,
-    TokensToHeads,
-    gather_rows,
-    heads_to_tokens,
-    join_shared_key,
-    own_heads,
-    return_shared_key_grad,
-    start_gather_rows,
-    start_tokens_to_heads,
-    tokens_to_heads,
-)
+from ..layout.exchange import heads_to_tokens, join_shared_key, own_heads, return_shared_key_grad, tokens_to_heads
 from ..layout.heads import HeadPartition
-from .base import SequenceAttention, by_token
-from .chunks import ForChunks, HeadChunks, check_count, recomputed
-from .latents import Expand, Latents
+from .base import tokens_first
+from .mla_base import MLAHeadExchange
 
 
 @dataclass(frozen=True)
 class PendingKey:
-    """The shared rope key on its way to all ranks, as `UlyssesMLAAttention.gather_shared_key` returns it.
+    """The shared RoPE key on its way to all ranks, as `UlyssesMLAAttention.gather_shared_key` returns it.
 
-    Opaque: only the attention that started it may take it, since reading it would not wait.
+    It is opaque: only the attention that started the gather may read it, because reading does not wait.
     """
 
-    own_TBR: Tensor
+    local_TBR: Tensor
     gathered_SBR: Tensor
-    batch_dim_idx: int
+    batch_first: bool
 
 
-class UlyssesMLAAttention(SequenceAttention):
-    """DeepSpeed's `DistributedAttention` for MLA: one packed exchange in, one gather, one exchange out.
+class UlyssesMLAAttention(MLAHeadExchange):
+    """DeepSpeed's `DistributedAttention` for MLA: one packed all-to-all in, one all-gather, one all-to-all out.
 
-    Packed: every head's query (K wide) and compact key-value (P wide) travel in one all-to-all; the rope key,
-    which all heads share, is gathered once by an asynchronous all-gather that starts before anything
-    else; K is written on the receiving side, for the own heads only.
+    Every head's query (K wide) and packed key-value (P wide) travel in one all-to-all. The RoPE key, which all heads
+    share, is gathered once by an asynchronous all-gather that starts before anything else. The whole keys are written on
+    the receiving side, for the local heads only.
 
     | direction | collectives                                                          | elements sent per token |
     |-----------|----------------------------------------------------------------------|-------------------------|
     | forward   | all-gather (key), all-to-all (q, kv), all-to-all (output)            | H(K+P+V)f + R(ranks-1)  |
     | backward  | all-to-all (output), all-to-all (key, partial sums), all-to-all (q, kv) | the same             |
 
-    With latents (`expand`): only queries travel by heads; the KV latent and the rope key are gathered together, and
-    each rank expands its own heads of all tokens, which is as much work as all heads of its own tokens.
-
-    | direction | collectives                                                          | elements sent per token |
-    |-----------|----------------------------------------------------------------------|-------------------------|
-    | forward   | all-gather (latent, key), all-to-all (q), all-to-all (output)        | H(K+V)f + (L+R)(ranks-1)|
-    | backward  | all-to-all (output), all-to-all (q), all-to-all (latent, key: partial sums) | the same         |
-
-    with f = (ranks-1)/ranks where the ranks divide H; the first H % ranks own one head more than the others.
-    The result and the gradients are those of `local_attention` on the whole sequence with all heads. A group
-    of one communicates nothing.
+    Here f = (ranks-1)/ranks if H is divisible by the number of ranks. Otherwise the first H % ranks ranks have one head
+    more than the others. The result and the gradients are those of `local_attention` on the whole sequence with all
+    heads. A group of one rank communicates nothing. `LatentKVMLAAttention` is the class for latents.
 
     Args:
-        local_attention: `local_attention(q, k, v, *args, **kwargs) -> out` on full-length tensors of the
-            own heads, in the layout that the call came in: q_BSMK, k_BSMK, v_BSMV -> out_BSMV. q and v
-            are strided views of the receive buffer, contiguous in the last dimension.
-        group: the sequence group, a torch ProcessGroup or a SequenceGroup.
+        local_attention: `local_attention(q, k, v, *args, **kwargs) -> out` on full-length tensors of the local heads, in
+            the call's layout: q_BSMK, k_BSMK, v_BSMV -> out_BSMV (or S before B). q and v are strided views of the
+            receive buffer, contiguous in the last dimension.
+        group: the sequence-parallel group, a torch ProcessGroup or a SequenceGroup.
         nope_dim, rope_dim, value_dim: N, R and V.
-        head_chunks: parts of the own heads that are exchanged, expanded and attend one after the other, the next part's
-            exchange in flight while one computes. Keys and values of a part are made once more in backward, so that
-            those of all own heads never exist at once. The collectives by heads are so many times as many.
+        head_chunks: the number of chunks of local heads that are exchanged and attended with one after the other, with
+            the next chunk's exchange in flight while a chunk computes. Keys of a chunk are recomputed in backward, so
+            that those of all local heads never exist at once. The number of all-to-alls is multiplied by head_chunks.
     """
 
-    def __init__(
-        self,
-        local_attention: Callable[..., Tensor],
-        group: SequenceGroup | torch.distributed.ProcessGroup | None,
-        *,
-        nope_dim: int,
-        rope_dim: int,
-        value_dim: int,
-        head_chunks: int = 1,
-    ) -> None:
-        super().__init__(local_attention, group)
-        check_count(head_chunks)
-        self.latents, self.head_chunks = Latents(nope_dim, rope_dim, value_dim), head_chunks
-
     def gather_shared_key(self, k_shared: Tensor, batch_dim_idx: int = 0) -> PendingKey:
-        """Starts the all-gather of the shared key and returns at once.
+        """Starts the all-gather of the shared RoPE key and returns at once.
 
-        `forward` starts it itself when it is given a tensor. Call this first to let the gather run
-        under work that `forward` waits for, such as the projection that makes kv.
+        `forward` starts it itself if it gets a tensor. Call this first to overlap the gather with work that `forward`
+        depends on, such as the projection that computes kv.
         """
-        k_TBR = by_token(k_shared, batch_dim_idx)
-        own = k_TBR.detach()  # the gradient takes its own way back, in the backward of the exchange
-        gathered = gather_start(own, self.group.size, self.group.name) if self.group.size > 1 else own
-        return PendingKey(k_TBR, gathered, batch_dim_idx)
+        return self._gather_shared_key(k_shared, batch_dim_idx == 0)
+
+    def _gather_shared_key(self, k_shared: Tensor, batch_first: bool) -> PendingKey:
+        k_TBR = tokens_first(k_shared, batch_first)
+        local = k_TBR.detach()  # the backward of the exchange returns the gradient
+        gathered = gather_start(local, self.group.size, self.group.name) if self.group.size > 1 else local
+        return PendingKey(k_TBR, gathered, batch_first)
 
     def forward(
         self,
@@ -114,24 +85,20 @@ class UlyssesMLAAttention(SequenceAttention):
         batch_dim_idx: int = 0,
         rotary_pos_emb: None = None,
         *args: Any,
-        expand: Expand | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention of this rank's tokens over the whole sequence.
+        """Computes attention of this rank's tokens over the whole sequence.
 
         Args:
-            q: q_BTHK with rope applied, ordered [nope | rope] (batch_dim_idx 0), or q_TBHK (1).
-            kv: kv_BTHP (or kv_TBHP), per head [key without position: N | value: V]; with `expand` latent_BTL.
-            k_shared: k_BTR (or k_TBR) with rope applied, or, without `expand`, what `gather_shared_key` returned.
+            q: q_BTHK with RoPE applied, ordered [nope | rope] (batch_dim_idx 0), or q_TBHK (1).
+            kv: kv_BTHP (or kv_TBHP), per head [key without position: N | value: V].
+            k_shared: k_BTR (or k_TBR) with RoPE applied, or the result of `gather_shared_key`.
             batch_dim_idx: 0 for [B, T, H, .], 1 for [T, B, H, .].
-            rotary_pos_emb: takes the place it has in DeepSpeed's class; must be None.
-            expand: `expand(latent_BSL, heads) -> kv_BSMP` makes keys and values of those heads, a slice, of all tokens
-                (latent_SBL -> kv_SBMP with batch_dim_idx 1). Its parameters get the gradient of those heads: the SUM
-                over the ranks is that of one process.
-            *args, **kwargs: handed on to `local_attention`.
+            rotary_pos_emb: exists for DeepSpeed's signature only and must be None.
+            *args, **kwargs: passed on to `local_attention`.
 
-        All tensors have one dtype. T and B must be the same on all ranks of the group: a difference
-        cannot be noticed here without a further collective (`parallelize` checks it once per forward).
+        All tensors have one dtype. T and B must be the same on all ranks of the group: checking that would cost one more
+        collective (`parallelize` checks it once per forward).
 
         Returns:
             out_BTHV (or out_TBHV), contiguous.
@@ -139,126 +106,38 @@ class UlyssesMLAAttention(SequenceAttention):
         Raises:
             ValueError: shapes that do not fit the widths, mixed dtypes, fewer heads than ranks.
         """
-        if expand is not None:
-            if isinstance(k_shared, PendingKey):
-                raise ValueError(
-                    "with expand the shared key is gathered together with the latents: give it as a tensor, not to "
-                    "gather_shared_key first."
-                )
-            self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=kv, k_shared=k_shared)
-            self.latents.check(q, kv, k_shared, batch_dim_idx)
-            HeadPartition(q.shape[2], self.group.size)
-            if self.head_chunks > 1:
-                return self._in_chunks(q, kv, k_shared, batch_dim_idx, expand, args, kwargs)
-            own = self._from_latents(q, kv, k_shared, batch_dim_idx, expand)
-            return self._attend(*own, q.shape[2], batch_dim_idx, args, kwargs)
         pending = k_shared if isinstance(k_shared, PendingKey) else None
         if pending is not None:
-            if pending.batch_dim_idx != batch_dim_idx:
-                raise ValueError(
-                    f"k_shared was gathered with batch_dim_idx={pending.batch_dim_idx}, not {batch_dim_idx}."
-                )
-            k_shared = by_token(pending.own_TBR, batch_dim_idx)
-        self._check(q, kv, k_shared, batch_dim_idx, rotary_pos_emb)
+            k_shared = tokens_first(pending.local_TBR, pending.batch_first)
+        batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, kv=kv, k_shared=k_shared)
+        if pending is not None and pending.batch_first != batch_first:
+            raise ValueError(
+                f"k_shared was gathered with batch_dim_idx={1 - pending.batch_first:d}, not {batch_dim_idx}."
+            )
+        self.latents.check_packed(q, kv, k_shared, batch_first)
+        H, group = q.shape[2], self.group
+        HeadPartition(H, group.size)
         if self.head_chunks > 1:
-            return self._in_chunks(q, kv, k_shared, batch_dim_idx, None, args, kwargs, pending)
+            gathered_SBR = None if pending is None else pending.gathered_SBR
+            return self._attend_in_chunks([q, kv], [k_shared], gathered_SBR, _as_it_is, batch_first, args, kwargs)
         if pending is None:
-            pending = self.gather_shared_key(k_shared, batch_dim_idx)
+            pending = self._gather_shared_key(k_shared, batch_first)
         q_SBMK, k_SBMK, v_SBMV = _PackedExchange.apply(
-            by_token(q, batch_dim_idx),
-            by_token(kv, batch_dim_idx),
-            pending.own_TBR,
+            tokens_first(q, batch_first),
+            tokens_first(kv, batch_first),
+            pending.local_TBR,
             pending.gathered_SBR,
             self.latents.nope_dim,
-            self.group,
-            batch_dim_idx == 0,
+            group,
+            batch_first,
         )
-        own = (by_token(x, batch_dim_idx) for x in (q_SBMK, k_SBMK, v_SBMV))
-        return self._attend(*own, q.shape[2], batch_dim_idx, args, kwargs)
+        local = (tokens_first(x, batch_first) for x in (q_SBMK, k_SBMK, v_SBMV))
+        return self._attend(*local, H, batch_first, args, kwargs)
 
-    def _from_latents(
-        self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_dim_idx: int, expand: Expand
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the own heads, in the layout of the call."""
-        H, group, batch_first = q.shape[2], self.group, batch_dim_idx == 0
-        if group.size > 1:
-            q_TBHK = by_token(q, batch_dim_idx)
-            # The latents leave first, and are expanded while the queries travel.
-            pending = start_gather_rows([latent, k_shared], group, batch_first)
-            pending_q = start_tokens_to_heads([q_TBHK], H, group)
-            latent, k_shared = gather_rows([latent, k_shared], group, batch_first, pending)
-        k, v = self.latents.expand(latent, k_shared, batch_dim_idx, self.query_heads(H), expand)
-        if group.size > 1:
-            (q_SBMK,) = TokensToHeads.apply(H, group, batch_first, pending_q, q_TBHK)
-            q = by_token(q_SBMK, batch_dim_idx)
-        return q, k, v
 
-    def _in_chunks(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        k_shared: Tensor,
-        batch_dim_idx: int,
-        expand: Expand | None,
-        args: tuple,
-        kwargs: dict[str, Any],
-        pending_key: PendingKey | None = None,
-    ) -> Tensor:
-        """Part after part of the own heads: exchange, expansion, attention and the output's way back."""
-        group, batch_first = self.group, batch_dim_idx == 0
-        chunks = HeadChunks(q.shape[2], group.size, self.head_chunks)
-        n, sizes, alone = chunks.count, chunks.sizes, group.size == 1
-        # Split, not sliced: each slice's backward would write a gradient of all heads.
-        travelling = [by_token(x, batch_dim_idx).split(sizes, 2) for x in ((q,) if expand else (q, kv))]
-
-        def start(chunk: int) -> tuple[list[Tensor], Tensor | None]:
-            """This part of every rank's heads, and its exchange under way."""
-            blocks_TBHD = [torch.cat(parts[chunk::n], 2) for parts in travelling]
-            return blocks_TBHD, None if alone else start_tokens_to_heads(blocks_TBHD, sum(sizes[chunk::n]), group)
-
-        gathered = [kv, k_shared] if expand else [k_shared]
-        if not alone:
-            # The key alone may be on its way already.
-            pending = (
-                start_gather_rows(gathered, group, batch_first) if pending_key is None else pending_key.gathered_SBR
-            )
-        under_way = start(0)
-        if not alone:
-            gathered = gather_rows(gathered, group, batch_first, pending)
-        # Of each part: what keys and values are made of (with latents; else it arrives with the queries) and the key.
-        shared_by_chunks = zip(*(ForChunks.apply(n, x) for x in gathered), strict=True)
-        outs = []
-        for c, (heads, shared) in enumerate(zip(chunks.of_rank(group.rank), shared_by_chunks, strict=True)):
-            own, arriving = under_way
-            if c + 1 < n:
-                under_way = start(c + 1)
-            if not alone:
-                own = TokensToHeads.apply(sum(sizes[c::n]), group, batch_first, arriving, *own)
-
-            def attend(q: Tensor, latent_or_kv: Tensor, key: Tensor, heads: slice = heads) -> Tensor:
-                made = expand or (lambda kv, _: kv)
-                k, v = self.latents.expand(latent_or_kv, key, batch_dim_idx, heads, made)
-                return self.attend_locally(q, k, v, *args, **kwargs)
-
-            out = recomputed(attend, *(by_token(x, batch_dim_idx) for x in own), *shared)
-            out_SBMV = by_token(out, batch_dim_idx)
-            out_TBHV = out_SBMV if alone else HeadsToTokens.apply(out_SBMV, sum(sizes[c::n]), group, batch_first)
-            outs.append(out_TBHV.split(sizes[c::n], 2))
-        in_order = [part for of_rank in zip(*outs, strict=True) for part in of_rank]
-        return by_token(torch.cat(in_order, 2), batch_dim_idx).contiguous()
-
-    def _check(self, q: Tensor, kv: Tensor, k_shared: Tensor, batch_dim_idx: int, rotary: Any) -> None:
-        self._check_call(batch_dim_idx, rotary, q=q, kv=kv, k_shared=k_shared)
-        N, R, V = self.latents.nope_dim, self.latents.rope_dim, self.latents.value_dim
-        rows, names = ("[B, T" if batch_dim_idx == 0 else "[T, B"), [("q", q, N + R), ("kv", kv, N + V)]
-        for name, x, width in names:
-            if x.ndim != 4 or x.shape[-1] != width or x.shape[:3] != q.shape[:3]:
-                raise ValueError(
-                    f"{name} must be {rows}, H, {width}] with the rows and heads of q (nope {N}, rope {R}, value {V}); "
-                    f"got {name} {tuple(x.shape)}, q {tuple(q.shape)}."
-                )
-        self.latents.check_shared(q, k_shared, batch_dim_idx)
-        HeadPartition(q.shape[2], self.group.size)
+def _as_it_is(kv: Tensor, heads: slice) -> Tensor:
+    """The `expand` of a packed exchange: kv of those heads has just arrived."""
+    return kv
 
 
 class _PackedExchange(torch.autograd.Function):

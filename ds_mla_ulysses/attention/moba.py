@@ -60,6 +60,10 @@ class UlyssesMoBAAttention(SequenceAttention):
         self.config, self.strategy = config, strategy
         self._exchange = _STRATEGIES[strategy](self._of_rows, self.group)
 
+    def query_heads(self, heads: int) -> slice:
+        """Returns the query heads that the class of the strategy attends with on this rank."""
+        return self._exchange.query_heads(heads)
+
     def forward(
         self,
         q: Tensor,

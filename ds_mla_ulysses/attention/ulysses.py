@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..layout.exchange import TokensToHeads
 from ..layout.heads import HeadPartition
-from .base import SequenceAttention, by_token, check_grouped
+from .base import SequenceAttention, check_grouped, tokens_first
 
 
 class UlyssesAttention(SequenceAttention):
@@ -71,17 +71,17 @@ class UlyssesAttention(SequenceAttention):
             ValueError: shapes that do not fit each other, mixed dtypes, query heads that are no multiple of
                 the key/value heads, fewer query heads than ranks.
         """
-        self._check_call(batch_dim_idx, rotary_pos_emb, q=q, k=k, v=v)
-        check_grouped(q, k, v, batch_dim_idx)
+        batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, k=k, v=v)
+        check_grouped(q, k, v, batch_first)
         H, group = q.shape[2], self.group
         repeats = HeadPartition(k.shape[2], group.size, H).repeats(group.rank)
         if group.size > 1:
-            blocks_TBHD = [by_token(x, batch_dim_idx) for x in (q, k, v)]
-            own_SBMD = TokensToHeads.apply(H, group, batch_dim_idx == 0, None, *blocks_TBHD)
-            q, k, v = (by_token(x, batch_dim_idx) for x in own_SBMD)
+            blocks_TBHD = [tokens_first(x, batch_first) for x in (q, k, v)]
+            own_SBMD = TokensToHeads.apply(H, group, batch_first, None, *blocks_TBHD)
+            q, k, v = (tokens_first(x, batch_first) for x in own_SBMD)
         if repeats is not None:
             k, v = _repeated(k, repeats), _repeated(v, repeats)
-        return self._attend(q, k, v, H, batch_dim_idx, args, kwargs)
+        return self._attend(q, k, v, H, batch_first, args, kwargs)
 
 
 def _repeated(x_BSJD: Tensor, repeats: list[int]) -> Tensor:

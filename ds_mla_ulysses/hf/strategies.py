@@ -21,8 +21,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attention.chunks import HeadChunks, check_count
+from ..attention.expansion import Expand
 from ..attention.gather import GatherKVAttention, GatherKVMLAAttention
-from ..attention.latents import Expand
+from ..attention.latent_kv import LatentKVMLAAttention
 from ..attention.mla import UlyssesMLAAttention
 from ..attention.ulysses import UlyssesAttention
 from ..comm.group import SequenceGroup
@@ -181,7 +182,7 @@ def strategy_of(
         # Whole, as adapters want it, where all heads are wanted.
         whole = partial(_all_heads, layer, widths.heads)
         return _of_latents(attention, expand if replaced else whole, replaced)
-    attention = UlyssesMLAAttention(kernel, group, **dims)
+    attention = LatentKVMLAAttention(kernel, group, **dims)
     if strategy == "latent_kv":
         return _of_latents(attention, expand, replaced)
     own = attention.query_heads(widths.heads)
@@ -189,7 +190,7 @@ def strategy_of(
 
     def attend(q_BSMK: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, settings: dict[str, Any]) -> Tensor:
         made_of, local = (latent_B1SL.squeeze(1), key_B1SR.squeeze(1)), partial(attention.attend_locally, **settings)
-        return attention.latents.attend_in_chunks(q_BSMK, *made_of, 0, parts, expand, local)
+        return attention.latents.attend_in_chunks(q_BSMK, *made_of, True, parts, expand, local)
 
     return LayerStrategy(attend, [*replaced, (layer, "forward", on_latents(layer, group, own))])
 
@@ -213,7 +214,7 @@ def _packed(layer: nn.Module, attention: UlyssesMLAAttention) -> LayerStrategy:
 
 
 def _of_latents(
-    attention: UlyssesMLAAttention | GatherKVMLAAttention,
+    attention: LatentKVMLAAttention | GatherKVMLAAttention,
     expand: Expand,
     replaced: Sequence[tuple[nn.Module, str, Any]] = (),
 ) -> LayerStrategy:

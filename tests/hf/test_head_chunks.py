@@ -172,13 +172,13 @@ def attention_with_dropout(kind, chunks, group):
     return run, [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-@pytest.mark.parametrize("kind", ["UlyssesMLAAttention", "GatherKVMLAAttention"])
+@pytest.mark.parametrize("kind", ["LatentKVMLAAttention", "GatherKVMLAAttention"])
 def test_random_numbers_of_the_local_attention_are_drawn_once(kind):
     run, tensors = attention_with_dropout(getattr(dmu, kind), 2, None)
     assert torch.autograd.gradcheck(run, tensors)
 
 
-@pytest.mark.parametrize("kind", ["UlyssesMLAAttention", "GatherKVMLAAttention"])
+@pytest.mark.parametrize("kind", ["UlyssesMLAAttention", "LatentKVMLAAttention", "GatherKVMLAAttention"])
 @pytest.mark.parametrize("parts", [0, -1, "2", 2.5, None, True])
 def test_parts_are_a_number(kind, parts):
     with pytest.raises(ValueError, match="head_chunks must be a positive number of parts"):
@@ -188,7 +188,7 @@ def test_parts_are_a_number(kind, parts):
 
 
 def test_a_key_that_is_on_its_way_goes_without_latents():
-    run, (q, latent, shared) = attention_with_dropout(dmu.UlyssesMLAAttention, 1, None)
+    run, (q, latent, shared) = attention_with_dropout(dmu.LatentKVMLAAttention, 1, None)
     pending = dmu.UlyssesMLAAttention(run, None, nope_dim=3, rope_dim=2, value_dim=2).gather_shared_key(shared)
-    with pytest.raises(ValueError, match="with expand the shared key is gathered together with the latents"):
+    with pytest.raises(ValueError, match="LatentKVMLAAttention gathers the shared key together with the latents"):
         run(q, latent, pending)

@@ -1,4 +1,4 @@
-"""UlyssesMLAAttention with latents: each rank expands its own heads; forward and every gradient, on every rank."""
+"""LatentKVMLAAttention and GatherKVMLAAttention, which gather latents: forward and every gradient, on every rank."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def check(B, T, H, batch_dim_idx, compiled=False):
     def local_attention(q, k, v):
         return flip(causal_attention(flip(q), flip(k), flip(v)))
 
-    attention = dmu.UlyssesMLAAttention(local_attention, group, nope_dim=N, rope_dim=R, value_dim=V)
+    attention = dmu.LatentKVMLAAttention(local_attention, group, nope_dim=N, rope_dim=R, value_dim=V)
     step = torch.compile(attention, backend="aot_eager") if compiled else attention
     inputs = [flip(x[:, mine]).contiguous().requires_grad_() for x in whole[:3]]
     with dmu.TrafficMeter() as meter:
@@ -152,7 +152,7 @@ def head_tail_of_heads():
     from ds_mla_ulysses.comm.group import SequenceGroup
 
     group = SequenceGroup.of(dist.group.WORLD).with_split("head_tail")
-    dmu.UlyssesMLAAttention(lambda q, k, v: v, group, nope_dim=N, rope_dim=R, value_dim=V)
+    dmu.LatentKVMLAAttention(lambda q, k, v: v, group, nope_dim=N, rope_dim=R, value_dim=V)
 
 
 def test_head_and_tail_are_for_queries_that_stay():
@@ -166,7 +166,7 @@ def wrong(what):
 
     import ds_mla_ulysses as dmu
 
-    attention = dmu.UlyssesMLAAttention(lambda q, k, v: v, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V)
+    attention = dmu.LatentKVMLAAttention(lambda q, k, v: v, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V)
     q, latent, k_shared = torch.zeros(1, 3, 4, N + R), torch.zeros(1, 3, L), torch.zeros(1, 3, R)
     changed = {"latent": latent[:, :2], "k_shared": k_shared[..., 1:], "q": q[..., 1:]}
     tensors = {"q": q, "latent": latent, "k_shared": k_shared}

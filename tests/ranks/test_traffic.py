@@ -27,7 +27,8 @@ def on_eight_ranks(strategy, compiled):
             lambda q, k, v, first_query: q[..., :V] + (k[..., :V] + v)[:, :T], fake_group(), **widths
         )
     else:
-        attention = dmu.UlyssesMLAAttention(lambda q, k, v: q[..., :V] + k[..., :V] + v, fake_group(), **widths)
+        kind = dmu.UlyssesMLAAttention if strategy == "packed" else dmu.LatentKVMLAAttention
+        attention = kind(lambda q, k, v: q[..., :V] + k[..., :V] + v, fake_group(), **widths)
     step = torch.compile(attention, backend="aot_eager") if compiled else attention
     shapes = [(1, T, H, K), (1, T, H, P) if strategy == "packed" else (1, T, L), (1, T, R)]
     q, kv, k_shared = (torch.zeros(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)

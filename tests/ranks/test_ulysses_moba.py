@@ -80,6 +80,27 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["packed", "gather_kv"])
 
 
 @STRATEGIES
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_its_query_heads_are_those_of_the_class_that_it_stands_in_for(strategy, rank):
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.comm.group import SequenceGroup
+    from ds_mla_ulysses.moba import MoBAConfig
+
+    group = SequenceGroup(None, rank, 4)
+    attention = dmu.UlyssesMoBAAttention(MoBAConfig(8, 2), group, strategy)
+    if strategy == "packed":
+        plain = dmu.UlyssesAttention(torch.add, group)
+        assert attention.query_heads(8) == plain.query_heads(8) == slice(2 * rank, 2 * rank + 2)
+        for either in (attention, plain):
+            with pytest.raises(ValueError, match="2 attention heads are too few for 4 ranks"):
+                either.query_heads(2)
+        return
+    plain = dmu.GatherKVAttention(torch.add, group)
+    for heads in (8, 2):
+        assert attention.query_heads(heads) == plain.query_heads(heads) == slice(0, heads)
+
+
+@STRATEGIES
 @pytest.mark.parametrize("batch_dim_idx", [0, 1])
 @pytest.mark.parametrize("H,G", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("size", [1, 2, 4])

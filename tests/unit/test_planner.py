@@ -75,15 +75,19 @@ def step_of_mla(w, strategy, group, leaf):
     latent, shared = leaf(w.latent), leaf(w.rope)
     if strategy == "latent_qkv":
         query = leaf(w.query_latent)
-        attention = dmu.UlyssesMLAAttention(local, group, **dims)
+        attention = dmu.LatentKVMLAAttention(local, group, **dims)
         own = attention.query_heads(w.heads)
         q_BSQ, kv_BSD = gather_rows([query, torch.cat([latent, shared], -1)], group, True)
-        k, v = attention.latents.expand(*kv_BSD.split([w.latent, w.rope], -1), 0, own, expand)
+        k, v = attention.latents.expand(*kv_BSD.split([w.latent, w.rope], -1), True, own, expand)
         q = q_BSQ.sum(-1)[..., None, None].expand(-1, -1, own.stop - own.start, w.key)
         HeadsToTokens.apply(local(q, k, v).transpose(0, 1), w.heads, group, True).sum().backward()
         return
-    kind = dmu.GatherKVMLAAttention if strategy == "gather_kv" else dmu.UlyssesMLAAttention
-    attention, q = kind(local, group, **dims), leaf(w.heads, w.key)
+    kinds = {
+        "packed": dmu.UlyssesMLAAttention,
+        "latent_kv": dmu.LatentKVMLAAttention,
+        "gather_kv": dmu.GatherKVMLAAttention,
+    }
+    attention, q = kinds[strategy](local, group, **dims), leaf(w.heads, w.key)
     if strategy == "packed":
         attention(q, leaf(w.heads, w.nope + w.value), shared).sum().backward()
     else:
