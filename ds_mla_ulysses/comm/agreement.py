@@ -5,16 +5,17 @@
 | gather_numbers | as many integers from every rank      | one all-gather; no wait for an accelerator if the group has a CPU backend |
 | gather_objects | picklable values of different sizes   | two all-gathers; the values are pickled                           |
 | all_reduce     | one tensor, reduced in place          | one all-reduce                                                    |
+| sum_gradients  | the gradients of parameters           | an all-reduce for each, and one that says which there are          |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import traffic
 from .collectives import gather_now
@@ -57,10 +58,22 @@ def all_reduce(
     return x
 
 
-def start_all_reduce(x: Tensor, group: SequenceGroup, direction: str) -> dist.Work:
-    """Starts to sum x over the ranks in place; x is ready after `wait()` of what this returns."""
-    _record_all_reduce(x, group, direction)
-    return dist.all_reduce(x, group=group.process_group, async_op=True)
+def sum_gradients(parameters: Iterable[nn.Parameter], group: SequenceGroup) -> None:
+    """Replaces every gradient by its sum over the ranks. A gradient that some ranks do not have counts as zero there."""
+    trained = [p for p in parameters if p.requires_grad]
+    if group.size == 1 or not trained:
+        return
+    present = torch.tensor([p.grad is not None for p in trained], device=trained[0].device).int()
+    all_reduce(present, group, "gradients", dist.ReduceOp.MAX)
+    works = []
+    for parameter, anywhere in zip(trained, present.tolist(), strict=True):
+        if anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            _record_all_reduce(parameter.grad, group, "gradients")
+            works.append(dist.all_reduce(parameter.grad, group=group.process_group, async_op=True))
+    for work in works:
+        work.wait()
 
 
 def _record_all_reduce(x: Tensor, group: SequenceGroup, direction: str) -> None:

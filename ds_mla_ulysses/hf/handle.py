@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.agreement import all_reduce, start_all_reduce
+from ..comm.agreement import all_reduce, sum_gradients
 from ..comm.group import SequenceGroup
 from ..layout.batch import shard_batch
 from ..layout.loss import count_items, sequence_loss
@@ -171,19 +171,7 @@ class Handle:
                 `torch.distributed.group.WORLD` gives the gradient of the whole step.
         """
         ranks = self.group if group is None else SequenceGroup.of(group)
-        parameters = [p for p in (model or self.model).parameters() if p.requires_grad]
-        if ranks.size == 1 or not parameters:
-            return
-        present = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device).int()
-        all_reduce(present, ranks, "gradients", dist.ReduceOp.MAX)
-        works = []
-        for parameter, anywhere in zip(parameters, present.tolist(), strict=True):
-            if anywhere:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                works.append(start_all_reduce(parameter.grad, ranks, "gradients"))
-        for work in works:
-            work.wait()
+        sum_gradients((model or self.model).parameters(), ranks)
 
     @contextmanager
     def plain(self) -> Iterator[None]:

@@ -76,14 +76,19 @@ def problem_of_tokens(ids: Any, embeds: Any) -> str | None:
     return None
 
 
-def impossible_tokens(text_model: nn.Module, ids: Tensor) -> tuple[Tensor, str] | None:
-    """bool [B, T], True on tokens that the embedding does not have, and the sentence about them. Waits for nothing."""
+def impossible_tokens(text_model: nn.Module, ids: Tensor) -> Tensor | None:
+    """bool [B, T], True on tokens that the embedding does not have. The host does not wait for it."""
     table = text_model.get_input_embeddings()
-    if not isinstance(table, nn.Embedding):
+    return (ids < 0) | (ids >= table.num_embeddings) if isinstance(table, nn.Embedding) else None
+
+
+def problem_of_impossible_tokens(text_model: nn.Module, ids: Tensor) -> str | None:
+    """The sentence about the first of them; None if there are none."""
+    wrong = impossible_tokens(text_model, ids)
+    if wrong is None or not wrong.any():
         return None
-    return (ids < 0) | (ids >= table.num_embeddings), (
-        f"input_ids has tokens outside the vocabulary of {table.num_embeddings}."
-    )
+    found, size = int(ids[wrong][0]), text_model.get_input_embeddings().num_embeddings
+    return f"input_ids has {found}, which is outside the vocabulary of {size}."
 
 
 def problem_of_layout(layout: Any, group: SequenceGroup, tokens: int) -> str | None:

@@ -38,6 +38,7 @@ from .inputs import (
     PROBLEM,
     impossible_tokens,
     is_recomputation,
+    problem_of_impossible_tokens,
     problem_of_layout,
     problem_of_tokens,
     refused_of_model,
@@ -215,6 +216,7 @@ class ModelPatch(NotCopied):
                 "set_moba was called": tuple(kernel.is_full for kernel in self._moba_kernels),
             },
             None if problem or ids is None else impossible_tokens(text_model, ids),
+            lambda: None if ids is None else problem_of_impossible_tokens(text_model, ids),
         )
         _LONGEST_POSITION.set(documents.longest_position if self.group.size > 1 else None)
         # transformers hands a four-dimensional mask on as it is, so none of S x S or T x T is made.

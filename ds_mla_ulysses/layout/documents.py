@@ -9,7 +9,7 @@ Letters: B batch · T local tokens · S tokens of the whole sequence.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -164,7 +164,8 @@ def gather_documents(
     group: SequenceGroup,
     problem: str | None = None,
     alike: Mapping[str, Any] | None = None,
-    impossible: tuple[Tensor, str] | None = None,
+    impossible_BT: Tensor | None = None,
+    describe_impossible: Callable[[], str | None] = lambda: None,
 ) -> tuple[Documents, Tensor]:
     """The documents of whole sequences and the local positions, from each rank's local positions and padding.
 
@@ -177,7 +178,8 @@ def gather_documents(
         shape: (B, T) of the inputs.
         problem: anything else that is wrong with the local inputs.
         alike: small values that have to be the same on all ranks, by what they say.
-        impossible: bool [B, T], True on local tokens that the embedding does not have; and the sentence for them.
+        impossible_BT: bool, True on local tokens that the embedding does not have.
+        describe_impossible: the sentence about the local ones among them, or None; called if any rank has some.
 
     Returns:
         documents of [B, S]; positions int64 [B, T].
@@ -200,8 +202,8 @@ def gather_documents(
     else:
         padding_BT = attention_mask.to(device) == 0
     state_BT = padding_BT.to(torch.long)  # 1 on padding, 2 on an impossible token, 3 on both
-    if impossible is not None:
-        state_BT = state_BT + 2 * impossible[0]
+    if impossible_BT is not None:
+        state_BT = state_BT + 2 * impossible_BT
     # One gather for both; [ranks * T, B, 2], since ranks and tokens have to be adjacent.
     of_ranks = gather_now(torch.stack([positions_BT.T, state_BT.T], dim=-1), group, "setup")
     positions_SB, state_SB = in_order(of_ranks, group).unbind(-1)
@@ -211,7 +213,7 @@ def gather_documents(
     if hole is not None:
         raise ValueError(hole)
     if has_impossible:
-        raise_first(gather_objects(group, impossible[1] if impossible is not None and impossible[0].any() else None))
+        raise_first(gather_objects(group, describe_impossible()))
     return documents, positions_BT
 
 

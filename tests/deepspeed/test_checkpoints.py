@@ -36,14 +36,11 @@ def _start(stage, sp, optimizer="Adam", universal=False):
 def _step(handle, engine, seed):
     from models import random_batch
 
-    import ds_mla_ulysses as dmu
-
     batches = [random_batch(1, 17 + i, 10 * seed + i) for i in range(MICRO_BATCHES)]
-    shards = [dmu.shard_batch(batch, handle.group) for batch in batches[handle.data_rank :: handle.data_size]]
+    shards = [handle.shard(batch) for batch in batches[handle.data_rank :: handle.data_size]]
     num_items = handle.num_items(shards)
     for shard in shards:
-        logits = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits
-        engine.backward(handle.loss(logits, shard["shift_labels"], num_items=num_items))
+        engine.backward(handle.loss(engine(**shard.inputs).logits, shard, num_items=num_items))
         engine.step()
 
 
@@ -153,7 +150,7 @@ def train_save_pretrained(folder, stage, restore):
     whole = _whole(model)
     logits = None
     if stage < 3:
-        with torch.no_grad(), handle.paused():
+        with torch.no_grad():
             logits = model.eval()(random_batch(2, 17, 5)["input_ids"], use_cache=False).logits.numpy()
     engine.destroy()
     return whole, logits

@@ -37,15 +37,14 @@ def _train(name, override, dtype):
 
     before, OpBuilder.jit_load = OpBuilder.jit_load, compiles
     try:
-        dmu, model, handle, engine = _engine(name, override, AUTO, dtype)
-        shards = [dmu.shard_batch(random_batch(2, 17, seed), handle.group) for seed in range(2)]
+        _, model, handle, engine = _engine(name, override, AUTO, dtype)
+        shards = [handle.shard(random_batch(2, 17, seed)) for seed in range(2)]
         items, losses = handle.num_items(shards), []
         for step in range(3):
             losses.append(0.0)
             for shard in shards:
                 with torch.set_grad_enabled(step < 2):
-                    logits = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits
-                    loss = handle.loss(logits, shard["shift_labels"], num_items=items)
+                    loss = handle.loss(engine(**shard.inputs).logits, shard, num_items=items)
                 losses[-1] += loss.item()
                 if step < 2:
                     engine.backward(loss)

@@ -80,8 +80,7 @@ def with_flash(version, kind, **way):
     # shard_batch pads 33 tokens to 34, which makes a document of its own
     assert set(calls) == {"plain" if kind == "even" else "varlen"}
     calls.clear()
-    inputs = random_batch(2, 4)["input_ids"]
-    model(input_ids=inputs)
+    model(**handle.shard(random_batch(2, 4 * handle.group.size)).inputs)
     assert set(calls) == {"plain"}
 
 
@@ -107,10 +106,9 @@ def with_flex(kind, **way):
     model = tiny_model("deepseek_v3", torch.float32)
     model.config._attn_implementation = "flex_attention"
     handle = dmu.parallelize(model, **way)
-    shard = dmu.shard_batch(batch, handle.group)
-    shard.pop("shift_labels")
+    shard = handle.shard(batch)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        got = model(**shard).logits
+        got = model(**shard.inputs).logits
     mine = own_tokens(want, handle)
     real = own_tokens(batch["attention_mask"], handle).bool() if kind == "left" else slice(None)
     torch.testing.assert_close(got[:, : mine.shape[1]][real], mine[real], rtol=1e-4, atol=1e-3)
@@ -148,7 +146,7 @@ def materialised_step(model, shard, group):
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation_internal = "three_all_to_alls"
-    inputs = dict(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+    inputs = {name: shard.inputs[name] for name in ("input_ids", "position_ids")}
     return model(**inputs, use_cache=False).logits
 
 
@@ -157,16 +155,16 @@ def stock_step(family, batch, settings):
     import torch.distributed as dist
 
     import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.comm.agreement import sum_gradients
     from ds_mla_ulysses.comm.group import SequenceGroup
-    from ds_mla_ulysses.hf.handle import Handle
     from ds_mla_ulysses.layout.loss import sequence_loss
 
     group, model = SequenceGroup.of(dist.group.WORLD), tiny_model(family, **settings)
     shard = dmu.shard_batch(batch, group)
     logits = materialised_step(model, shard, dist.group.WORLD)
-    loss = sequence_loss(logits, shard["shift_labels"], group)
+    loss = sequence_loss(logits, shard.shift_labels, group)
     loss.backward()
-    Handle(model, group, 0, 1, "stock", None, None).sum_gradients()
+    sum_gradients(model.parameters(), group)
     return loss.item(), gradients(model), logits.detach()
 
 

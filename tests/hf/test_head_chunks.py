@@ -76,8 +76,7 @@ def frozen(way):
     _, grads, _ = sharded_step(model, random_batch(2, 22), handle)
     assert_gradients(grads, want[1], 1e-6)
     with torch.no_grad():
-        shard = dmu.shard_batch(random_batch(1, 16), handle.group)
-        model(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+        model(**handle.shard(random_batch(1, 16)).inputs)
 
 
 @EVERY_WAY

@@ -299,8 +299,7 @@ def test_refused_by_name(family, what, config):
 def refused_on_ranks(family):
     model = moba_model(family)
     handle = dmu.parallelize(model)
-    shard = dmu.shard_batch(random_batch(1, 20), handle.group)
-    model(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+    model(**handle.shard(random_batch(1, 20)).inputs)
 
 
 @pytest.mark.parametrize(
@@ -379,25 +378,24 @@ def test_gathered_keys_need_no_heads():
 
 
 def switches(strategy):
-    """Back and forth, recomputation included; paused and restored it is the plain model."""
+    """Back and forth, recomputation included; without a layout and restored it is the plain model."""
     model, plain = moba_model("llama", kv_heads=2), moba_model("llama", kv_heads=2)
     batch = packed_batch(DOCUMENTS)
     handle = dmu.parallelize(model, strategy=strategy)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    shard = dmu.shard_batch(batch, handle.group)
-    inputs = {key: x for key, x in shard.items() if key != "shift_labels"}
+    shard = handle.shard(batch)
     whole = {key: x for key, x in batch.items() if key != "labels"}
     for enabled in (True, False, True):
         for m in (model, plain):
             dmu.set_moba(m, enabled)
             m.zero_grad()
         want = reference_step(plain, batch)
-        loss = handle.loss(model(**inputs).logits, shard["shift_labels"])
+        loss = handle.loss(model(**shard.inputs).logits, shard)
         loss.backward()
         handle.sum_gradients()
         assert abs(loss.item() - want[0]) < 1e-8
         assert_gradients({k: p.grad for k, p in model.named_parameters()}, want[1], 1e-6)
-        with handle.paused(), torch.no_grad():
+        with torch.no_grad():
             assert torch.equal(model(**whole, use_cache=False).logits, want[2])
     handle.restore()
     assert torch.equal(reference_step(model, batch)[2], want[2])
@@ -416,12 +414,13 @@ def switched_on_one_rank():
     model = moba_model("llama")
     handle = dmu.parallelize(model, strategy="gather_kv")
     dmu.set_moba(model, handle.group.rank == 0)
-    shard = dmu.shard_batch(random_batch(1, 20), handle.group)
-    model(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+    model(**handle.shard(random_batch(1, 20)).inputs)
 
 
 def test_switched_on_some_ranks():
-    raises_on_ranks(2, ValueError, "set_moba was called on some ranks of the sequence group", switched_on_one_rank)
+    raises_on_ranks(
+        2, ValueError, "set_moba was called on some ranks of the sequence-parallel group", switched_on_one_rank
+    )
 
 
 # What models tell their masks only, and what their dense attention would lose.

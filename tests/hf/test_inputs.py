@@ -86,8 +86,9 @@ def missing_positions():
     model, handle = parallel_model("mistral4")
     rank = handle.group.rank
     mine = slice(17 * rank, 17 * (rank + 1))
+    inputs = handle.shard(batch).inputs
     with torch.no_grad():
-        got = model(batch["input_ids"][:, mine]).logits
+        got = model(inputs["input_ids"], ulysses_layout=inputs["ulysses_layout"]).logits
     torch.testing.assert_close(got, want[:, mine], rtol=1e-6, atol=1e-6)
 
 
@@ -129,12 +130,9 @@ def evaluate(sp_size):
     want = reference_step(tiny_model("deepseek_v3"), batch)[0]
     model, handle = parallel_model(sp_size=sp_size)
     model.eval()
-    import ds_mla_ulysses as dmu
-
-    shard = dmu.shard_batch(batch, handle.group)
+    shard = handle.shard(batch)
     with torch.no_grad():
-        inputs = {name: x for name, x in shard.items() if name != "shift_labels"}
-        return handle.loss(model(**inputs).logits, shard["shift_labels"]).item() / want - 1
+        return handle.loss(model(**shard.inputs).logits, shard).item() / want - 1
 
 
 def test_eval_loss_of_left_padded_batches():
@@ -145,8 +143,6 @@ def test_eval_loss_of_left_padded_batches():
 def data_parallel():
     """2 x 2 of 4 without an engine: token-weighted over micro-batches and groups, summed over the world."""
     import torch.distributed as dist
-
-    import ds_mla_ulysses as dmu
 
     batches = [[random_batch(2, 21, seed=10 * step + d) for d in range(2)] for step in range(2)]
     for d, rare in enumerate((3, 17)):
@@ -162,13 +158,12 @@ def data_parallel():
         want += loss.item()
 
     model, handle = parallel_model(sp_size=2)
-    shards = [dmu.shard_batch(row[handle.data_rank], handle.group) for row in batches]
+    shards = [handle.shard(row[handle.data_rank]) for row in batches]
     num_items = handle.num_items(shards)
     assert num_items == items and handle.data_size == 2
     got = torch.zeros(())
     for shard in shards:
-        logits = model(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits
-        loss = handle.loss(logits, shard["shift_labels"], num_items=num_items)
+        loss = handle.loss(model(**shard.inputs).logits, shard, num_items=num_items)
         loss.backward()
         got += loss.detach()
     handle.sum_gradients(group=dist.group.WORLD)
@@ -222,7 +217,7 @@ def set_otherwise(settings):
             [dict(strategy="gather_kv", split=split) for split in ("contiguous", "head_tail")],
             r"split, rank by rank: \['contiguous', 'head_tail'\]",
         ),
-        ([dict(by_batch=True), {}], r"by_batch, rank by rank: \[True, False\]"),
+        ([dict(checks="never"), {}], r"checks, rank by rank: \['never', 'always'\]"),
         ([dict(sp_size=1), {}], r"sp_size, rank by rank: \[1, None\]"),
         (
             [dict(strategy=dict(tokens=64)), dict(strategy=dict(tokens=128))],
@@ -255,7 +250,8 @@ def bad_forward(what):
         return dmu.shard_batch(batch | (dict(labels=torch.ones(3)) if rank else {}), dist.group.WORLD)
     model, _ = parallel_model("kimi_k25" if what == "images" else "deepseek_v3")
     T = 6 + (rank if what == "lengths" else 0)
-    inputs = dict(input_ids=random_batch(2, T)["input_ids"])
+    layout = dmu.ShardLayout("contiguous", 2, rank, 2 * T)
+    inputs = dict(input_ids=random_batch(2, T)["input_ids"], ulysses_layout=layout)
     if what == "positions on one rank" and rank:
         inputs["position_ids"] = torch.arange(T)
     if what == "whole mask on one rank" and rank:
@@ -275,9 +271,10 @@ def bad_forward(what):
     if what == "mask of another kind":
         inputs["attention_mask"] = {"full_attention": None}
     if what == "embeddings on one rank":
-        inputs = dict(inputs_embeds=torch.ones(2, T, 48, dtype=torch.float64, requires_grad=rank == 0))
+        embeds = torch.ones(2, T, 48, dtype=torch.float64, requires_grad=rank == 0)
+        inputs = dict(inputs_embeds=embeds, ulysses_layout=layout)
     if rank and what == "nothing on one rank":
-        inputs = {}
+        inputs = dict(ulysses_layout=layout)
     if rank and what == "both on one rank":
         inputs["inputs_embeds"] = torch.ones(2, T, 48, dtype=torch.float64)
     if rank and what == "flat on one rank":
@@ -288,10 +285,22 @@ def bad_forward(what):
         inputs["is_causal"] = False
     if what == "impossible label":
         handle = parallel_model("youtu")[1]
-        return handle.loss(torch.ones(1, 4, 8), torch.full((1, 4), 8 if rank else 1))
+        return handle.loss(torch.ones(1, 4, 8), {"shift_labels": torch.full((1, 4), 8 if rank else 1)})
     if what == "group of others":
         group = dist.new_group([0])
         return dmu.parallelize(tiny_model("youtu"), group=group)
+    layouts = {
+        "layout of another kind": ("head_tail", 2, rank, 12),
+        "layout of another rank": ("contiguous", 2, 0, 12),
+        "layout of other ranks": ("contiguous", 4, rank, 24),
+        "layout of another length": ("contiguous", 2, rank, 14),
+    }
+    if what in layouts:
+        inputs["ulysses_layout"] = dmu.ShardLayout(*layouts[what])
+    if rank and what == "truncated on one rank":
+        inputs["input_ids"] = inputs["input_ids"][:, :5]
+    if what == "layout that is none":
+        inputs["ulysses_layout"] = False
     if what == "cu_seq_lens":
         inputs["cu_seq_lens_q"] = torch.tensor([0, 6])
     if what == "logits_to_keep":
@@ -330,9 +339,13 @@ def bad_forward(what):
         (
             "beyond the vocabulary",
             ValueError,
-            "rank 1 of the group: input_ids has 128, which is none of the 128 tokens",
+            "rank 1 of the group: input_ids has 128, which is outside the vocabulary of 128",
         ),
-        ("below the vocabulary", ValueError, "rank 1 of the group: input_ids has -1, which is none of the 128 tokens"),
+        (
+            "below the vocabulary",
+            ValueError,
+            "rank 1 of the group: input_ids has -1, which is outside the vocabulary of 128",
+        ),
         ("not causal", ValueError, "not causal"),
         ("impossible label", ValueError, "4 shift_labels of the batch are neither -100 nor one of the 8"),
         ("group of others", ValueError, "rank 1 of the group: group must be a torch.distributed ProcessGroup"),
@@ -342,6 +355,20 @@ def bad_forward(what):
         ("cache", ValueError, "cache and past_key_values are not supported"),
         ("cache on one rank", ValueError, "rank 1 of the group: cache and"),
         ("images", ValueError, "pixel_values are not supported"),
+        ("layout of another kind", ValueError, "sharded as .*kind='head_tail'.* but the model has split='contiguous'"),
+        (
+            "layout of another rank",
+            ValueError,
+            "rank 1 of the group: the batch was sharded as .*rank=0.* this is rank 1 of 2",
+        ),
+        ("layout of other ranks", ValueError, r"sharded as .*ranks=4.* this is rank [01] of 2"),
+        (
+            "layout of another length",
+            ValueError,
+            "the inputs have 6 tokens on this rank, but the shard's layout says 7 of 14",
+        ),
+        ("truncated on one rank", ValueError, "rank 1 of the group: the inputs have 5 tokens .* says 6 of 12"),
+        ("layout that is none", ValueError, "ulysses_layout must be the layout of a shard, .* got a bool"),
         ("cu_seq_lens", ValueError, "tell documents by position_ids"),
         ("logits_to_keep", ValueError, "logits_to_keep"),
         ("dropout", ValueError, "attention_dropout = 0.0"),
@@ -355,8 +382,8 @@ def test_refused_on_every_rank(what, error, message):
 
 
 def no_cache_comes_back():
-    model, _ = parallel_model()
-    out = model(input_ids=random_batch(1, 6)["input_ids"], use_cache=True)
+    model, handle = parallel_model()
+    out = model(**handle.shard(random_batch(1, 12)).inputs, use_cache=True)
     return all(out.get(name) is None for name in ("cache", "past_key_values"))
 
 
@@ -382,11 +409,9 @@ def test_gradients_that_one_rank_lacks():
 
 def partial_backward():
     """Backward towards one parameter only leaves no exchange in flight."""
-    import ds_mla_ulysses as dmu
-
     model, handle = parallel_model("youtu")
-    shard = dmu.shard_batch(random_batch(1, 8), handle.group)
-    loss = handle.loss(model(input_ids=shard["input_ids"]).logits, shard["shift_labels"])
+    shard = handle.shard(random_batch(1, 8))
+    loss = handle.loss(model(**shard.inputs).logits, shard)
     torch.autograd.grad(loss, [model.model.layers[0].self_attn.kv_b_proj.weight])
     return torch._C._distributed_c10d._get_work_registry_size()
 

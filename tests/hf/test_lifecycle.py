@@ -1,4 +1,4 @@
-"""Patching touches one model and is undone exactly; the plain model is at hand when paused."""
+"""Patching touches one model and is undone exactly; without a layout the model is the plain one."""
 
 import copy
 import itertools
@@ -140,7 +140,7 @@ def test_models_that_share_a_config():
     run_ranks(2, shared_config)
 
 
-def pauses(checkpointing, family="deepseek_v3"):
+def runs_plain(checkpointing, family="deepseek_v3"):
     import ds_mla_ulysses as dmu
 
     batch = random_batch(1, 16)
@@ -148,26 +148,25 @@ def pauses(checkpointing, family="deepseek_v3"):
     handle = dmu.parallelize(model)
     if checkpointing:
         model.gradient_checkpointing_enable()
-    with handle.plain(), torch.no_grad():
+    with torch.no_grad():
         got = model(**batch, use_cache=False)
     assert torch.equal(got.logits, plain(**batch, use_cache=False).logits)
     if checkpointing:
         with handle.plain():
             loss = model(**batch, use_cache=False).loss
-        loss.backward()  # recomputes, and is not paused any more
+        loss.backward()  # recomputes after the block
         assert_gradients(gradients(model), reference_step(plain, batch)[1], 1e-6)
         model.zero_grad()
     padded = padded_batch([16, 9], 16)
-    with handle.plain(), torch.no_grad():
+    with handle.plain():
         with handle.plain():
             pass
-        got = model(**padded, use_cache=False)  # still paused, and with the masks of the plain model
+        got = model(**padded, use_cache=False)  # still permitted, and with the masks of the plain model
     assert torch.equal(got.logits, plain(**padded, use_cache=False).logits)
     model.eval(), plain.eval()
-    with handle.plain():
-        got = model.generate(batch["input_ids"], max_new_tokens=8, do_sample=False)
+    got = model.generate(batch["input_ids"], max_new_tokens=8, do_sample=False)
     assert torch.equal(got, plain.generate(batch["input_ids"], max_new_tokens=8, do_sample=False))
-    # Evaluation mode is sequence-parallel as well, and pausing left nothing behind.
+    # A shard is sequence-parallel in evaluation mode too, and the block left nothing behind.
     want = reference_step(tiny_model(family).eval(), batch)
     loss, grads, _ = sharded_step(model, batch, handle)
     assert abs(loss - want[0]) <= 1e-9 * max(1, abs(want[0]))
@@ -175,12 +174,12 @@ def pauses(checkpointing, family="deepseek_v3"):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
-def test_paused_is_the_plain_model(family):
-    run_ranks(2, pauses, False, family)
+def test_without_a_layout_it_is_the_plain_model(family):
+    run_ranks(2, runs_plain, False, family)
 
 
-def test_paused_with_gradients_and_recomputation():
-    run_ranks(2, pauses, True)
+def test_plain_with_gradients_and_recomputation():
+    run_ranks(2, runs_plain, True)
 
 
 def alone():
@@ -195,7 +194,7 @@ def alone():
         want.square().mean().backward()
         handle = dmu.parallelize(model)
         with dmu.TrafficMeter() as meter:
-            got = model(**inputs).logits
+            got = model(**handle.shard(inputs).inputs).logits
             got.square().mean().backward()
         assert meter.total_bytes == 0 and not meter.calls and handle.group.size == 1
         assert torch.equal(got, want)

@@ -118,9 +118,8 @@ def two_forwards_first(way):
     batches = [packed_batch(DOCUMENTS), random_batch(2, 22)]
     losses = []
     for batch in batches:
-        shard = dmu.shard_batch(batch, handle.group)
-        labels = shard.pop("shift_labels")
-        losses.append(handle.loss(model(**shard).logits, labels))
+        shard = handle.shard(batch)
+        losses.append(handle.loss(model(**shard.inputs).logits, shard))
     (losses[0] + losses[1]).backward()
     handle.sum_gradients()
     plain = tiny_model("deepseek_v3")
@@ -186,17 +185,17 @@ def test_autocast(way):
     run_ranks(2, under_autocast, way)
 
 
-def paused_and_restored(way):
+def plain_and_restored(way):
     model, batch = tiny_model("deepseek_v3"), random_batch(1, 16)
     want = reference_step(tiny_model("deepseek_v3"), batch)
     before = {name: dict(vars(m)) for name, m in model.named_modules()}
     handle = dmu.parallelize(model, **WAYS[way])
-    shard = dmu.shard_batch(batch, handle.group)
+    shard = handle.shard(batch)
     with pytest.raises(ValueError, match="dropout"):  # from the middle of a module's forward
         model.model.layers[1].self_attn.attention_dropout = 0.1
-        model(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+        model(**shard.inputs)
     model.model.layers[1].self_attn.attention_dropout = 0.0
-    with handle.paused():
+    with torch.no_grad():
         assert torch.equal(model(input_ids=batch["input_ids"], use_cache=False).logits, want[2])
     handle.restore()
     after = {name: dict(vars(m)) for name, m in model.named_modules()}
@@ -206,8 +205,8 @@ def paused_and_restored(way):
 
 
 @EVERY_WAY
-def test_paused_and_restored(way):
-    run_ranks(2, paused_and_restored, way)
+def test_plain_and_restored(way):
+    run_ranks(2, plain_and_restored, way)
 
 
 def with_adapters(way):
@@ -304,12 +303,13 @@ def test_head_and_tail_are_for_queries_that_stay(strategy):
         dmu.parallelize(tiny_model("deepseek_v3"), strategy=strategy, split="zigzag")
 
 
-def other_split(of_model, of_batch, documents, copied=False):
+def other_split(of_model, of_batch, documents):
     model = tiny_model("deepseek_v3")
     handle = dmu.parallelize(model, strategy="gather_kv", split=of_model)
-    shard = dmu.shard_batch(packed_batch(documents), handle.group, split=of_batch)
-    positions = shard["position_ids"]
-    model(input_ids=shard["input_ids"], position_ids=positions.clone() if copied else positions)
+    shard = dmu.shard_batch(packed_batch(documents), handle.group.with_split(of_batch))
+    model(
+        **{name: x.clone() for name, x in shard.inputs.items()}
+    )  # whatever becomes of the tensors, the layout says it
 
 
 # Of the last one no positions are cut off in either order.
@@ -317,14 +317,8 @@ def other_split(of_model, of_batch, documents, copied=False):
 @pytest.mark.parametrize("of_model,of_batch", [("contiguous", "head_tail"), ("head_tail", "contiguous")])
 @pytest.mark.parametrize("size", [2, 4])
 def test_batches_of_the_other_split(size, of_model, of_batch, documents):
-    message = f"position_ids are those of a batch with split='{of_batch}', but the model has split='{of_model}': shard"
+    message = f"the batch was sharded as ShardLayout.kind='{of_batch}', .* but the model has split='{of_model}'"
     raises_on_ranks(size, ValueError, message, other_split, of_model, of_batch, documents)
-
-
-def test_batches_of_consecutive_tokens_without_a_note():
-    """Positions of one's own making, or moved to another device."""
-    message = "position_ids are those of a batch with split='contiguous', but the model has split='head_tail'"
-    raises_on_ranks(2, ValueError, message, other_split, "head_tail", "contiguous", [[20, 12]], copied=True)
 
 
 def starts_anywhere(way):
@@ -348,8 +342,9 @@ def test_documents_that_start_anywhere(way):
 def uneven():
     model = tiny_model("deepseek_v3")
     handle = dmu.parallelize(model, strategy="gather_kv", split="head_tail")
-    tokens = random_batch(1, 5)["input_ids"]
-    model(input_ids=tokens if handle.group.rank else tokens[:, :4])
+    tokens = random_batch(1, 5 if handle.group.rank else 4)["input_ids"]
+    layout = dmu.ShardLayout("head_tail", 2, handle.group.rank, 2 * tokens.shape[1])
+    model(input_ids=tokens, ulysses_layout=layout)
 
 
 def test_tokens_that_the_split_does_not_divide():
@@ -361,8 +356,9 @@ def makes_positions():
     model, batch = tiny_model("deepseek_v3"), random_batch(2, 32)
     want = reference_step(tiny_model("deepseek_v3"), batch)[2]
     handle = dmu.parallelize(model, strategy="gather_kv", split="head_tail")
-    shard = dmu.shard_batch(batch, handle.group)
-    logits = model(input_ids=shard["input_ids"]).logits
+    inputs = handle.shard(batch).inputs
+    del inputs["position_ids"]
+    logits = model(**inputs).logits
     assert (logits - own_tokens(want, handle)).abs().max() < 1e-8 * want.abs().max()
 
 
@@ -437,8 +433,7 @@ def adapted_afterwards(name):
     model = tiny_model("deepseek_v3")
     handle = dmu.parallelize(model, strategy="latent_qkv")
     model = get_peft_model(model, LoraConfig(target_modules=[name])).double()
-    shard = dmu.shard_batch(random_batch(1, 16), handle.group)
-    model(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+    model(**handle.shard(random_batch(1, 16)).inputs)
 
 
 @pytest.mark.parametrize("name", ["q_b_proj", "kv_b_proj"])

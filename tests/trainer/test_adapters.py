@@ -96,8 +96,8 @@ def adapter_forward():
 
     model = mla_lora(tiny_model("deepseek_v3"))
     handle = dmu.parallelize(model)
-    shard = dmu.shard_batch({"input_ids": torch.arange(4, 12).view(1, 8)}, handle.group)
-    model(**shard, labels=shard["input_ids"])
+    shard = handle.shard({"input_ids": torch.arange(4, 12).view(1, 8)})
+    model(**shard.inputs, labels=shard.inputs["input_ids"])
 
 
 def test_labels_are_refused_beneath_peft_too():

@@ -248,6 +248,8 @@ def skips():
 
 
 def test_skipping():
+    from ds_mla_ulysses import ShardLayout
+
     parts = run_ranks(2, skips)
     batches = [Collate()([row]) for row in samples(8)]
     for mine, theirs, batch in zip(*parts, batches, strict=True):
@@ -255,7 +257,10 @@ def test_skipping():
         assert torch.equal(torch.cat([mine["input_ids"], theirs["input_ids"]], dim=1)[:, :S], batch["input_ids"])
         shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
         assert torch.equal(torch.cat([mine["shift_labels"], theirs["shift_labels"]], dim=1)[:, :S], shifted)
-        assert mine["ulysses_sharded"] is True
+        assert list(mine)[-1] == list(theirs)[-1] == "ulysses_layout"
+        for rank, shard in enumerate((mine, theirs)):
+            length = 2 * shard["input_ids"].shape[1]
+            assert shard["ulysses_layout"] == ShardLayout("contiguous", 2, rank, length)
 
 
 def boundaries(accumulation):

@@ -426,7 +426,7 @@ def test_not_all_processes_are_seen():
     raises_on_ranks(2, ValueError, "Accelerate sees 1 of the 2 processes: .*use_cpu=True", sharded, run)
 
 
-def forgets_the_mark():
+def forgets_the_layout():
     from transformers import Trainer
 
     class Own(Trainer):
@@ -437,11 +437,11 @@ def forgets_the_mark():
     return {"class": Own}
 
 
-def test_a_batch_without_its_mark():
-    raises_on_ranks(2, ValueError, "a training batch is not sharded", sharded, Run(trainer=forgets_the_mark))
+def test_a_batch_without_its_layout():
+    raises_on_ranks(2, ValueError, "a training batch is not sharded", sharded, Run(trainer=forgets_the_layout))
 
 
-def forward_without_the_mark():
+def forward_without_a_layout():
     from transformers import Trainer
 
     class Own(Trainer):
@@ -451,8 +451,14 @@ def forward_without_the_mark():
     return {"class": Own}
 
 
-def test_a_training_forward_without_the_mark():
-    raises_on_ranks(2, RuntimeError, "was not told that its batch is", sharded, Run(trainer=forward_without_the_mark))
+def test_a_training_forward_without_a_layout():
+    raises_on_ranks(
+        2,
+        RuntimeError,
+        "was given no layout, so it would train on this rank",
+        sharded,
+        Run(trainer=forward_without_a_layout),
+    )
 
 
 def loss_of_its_own():
@@ -467,7 +473,9 @@ def loss_of_its_own():
 
 
 def test_a_loss_of_one_ranks_tokens():
-    raises_on_ranks(2, RuntimeError, "was not computed over its group", sharded, Run(trainer=loss_of_its_own))
+    raises_on_ranks(
+        2, RuntimeError, "the loss is not that of the sequence-parallel group", sharded, Run(trainer=loss_of_its_own)
+    )
 
 
 def scaled_loss():
@@ -487,7 +495,7 @@ def test_a_compute_loss_on_top_of_the_trainers():
 
 
 def other_forwards(run):
-    """In the middle of training: a plain forward with gradients, of whole sequences, inside paused()."""
+    """In the middle of training: a plain forward with gradients, of whole sequences, inside plain()."""
     import torch.distributed as dist
     from transformers import TrainerCallback
 
@@ -495,7 +503,7 @@ def other_forwards(run):
 
     class Ask(TrainerCallback):
         def on_step_begin(self, args, state, control, model, **kwargs):
-            with ds_mla_ulysses.handle_of(model).paused():
+            with ds_mla_ulysses.handle_of(model).plain():
                 found.append(model(**whole, use_cache=False).loss.item())
 
     with installed():

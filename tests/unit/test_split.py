@@ -5,6 +5,7 @@ import torch
 
 from ds_mla_ulysses.comm.group import SequenceGroup
 from ds_mla_ulysses.layout.batch import shard_batch
+from ds_mla_ulysses.layout.shard import ShardLayout
 from ds_mla_ulysses.layout.split import by_rank, in_order, own_runs
 
 SPLITS = pytest.mark.parametrize("split", ["contiguous", "head_tail"])
@@ -52,25 +53,27 @@ def test_tokens_that_do_not_divide():
 
 
 @pytest.mark.parametrize("S", [1, 3, 12, 13, 15])
-def test_batches_of_head_and_tail(S, monkeypatch):
+def test_batches_of_head_and_tail(S):
     """Padded to twice the ranks; labels are shifted before the split; positions are the two runs."""
-    monkeypatch.setattr("ds_mla_ulysses.layout.batch.gather_objects", lambda group, value: [value] * group.size)
     batch = {"input_ids": torch.arange(1, S + 1)[None], "labels": torch.arange(1, S + 1)[None], "other": "kept"}
     size, width = 2, -(-S // 4)
-    parts = [shard_batch(batch, group) for group in groups(size, "head_tail")]
+    parts = [shard_batch(batch, group, check=False) for group in groups(size, "head_tail")]
     labels = [*range(2, S + 1), *[-100] * (4 * width - S + 1)]
     ids = [*range(1, S + 1), *[0] * (4 * width - S)]
     positions = [*range(S), *range(4 * width - S)]
     for rank, part in enumerate(parts):
         mine = [*range(rank * width, (rank + 1) * width), *range((3 - rank) * width, (4 - rank) * width)]
         for name, whole in (("input_ids", ids), ("shift_labels", labels), ("position_ids", positions)):
-            assert part[name].tolist() == [[whole[i] for i in mine]], name
-        assert part["other"] == "kept"
+            assert (part.shift_labels if name == "shift_labels" else part.inputs[name]).tolist() == [
+                [whole[i] for i in mine]
+            ], name
+        assert part.inputs["other"] == "kept"
+        assert part.layout == ShardLayout("head_tail", 2, rank, 4 * width) == part.inputs["ulysses_layout"]
 
 
-def test_the_group_says_how_and_the_argument_overrules_it():
-    batch = {"input_ids": torch.arange(8)[None]}
-    group = SequenceGroup(None, 0, 1)
-    assert torch.equal(shard_batch(batch, group)["input_ids"], shard_batch(batch, group, "head_tail")["input_ids"])
+def test_the_group_says_how():
+    batch, group = {"input_ids": torch.arange(8)[None]}, SequenceGroup(None, 0, 1)
+    assert shard_batch(batch, group).layout.kind == "contiguous"
+    assert shard_batch(batch, group.with_split("head_tail")).layout.kind == "head_tail"
     with pytest.raises(ValueError, match=r"split must be one of \['contiguous', 'head_tail'\], got 'zigzag'"):
-        shard_batch(batch, group, split="zigzag")
+        group.with_split("zigzag")

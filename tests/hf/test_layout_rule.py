@@ -1,0 +1,282 @@
+"""A forward is sequence-parallel if it is given a layout. Without one it is the plain model, or refused."""
+
+import pytest
+import torch
+from models import assert_gradients, gradients, random_batch, reference_step, tiny_model
+from rank_pool import raises_on_ranks, run_ranks
+from test_parity import sharded_step
+
+REFUSED = "was given no layout, so it would train on this rank's tokens alone"
+
+
+def parallel(family="llama", **settings):
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model(family)
+    return model, dmu.parallelize(model, **settings)
+
+
+def forward(what):
+    from torch.utils.checkpoint import checkpoint
+
+    model, handle = parallel()
+    ids = random_batch(1, 16)["input_ids"]
+    embeds = torch.randn(1, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    if what.startswith("frozen"):
+        model.requires_grad_(False)
+    if what == "training":
+        return model(input_ids=ids)
+    if what == "eval mode":  # from_pretrained returns it, and loops train in it
+        return model.eval()(input_ids=ids)
+    if what == "frozen, embeddings train":
+        return model(inputs_embeds=embeds)
+    if what == "frozen, embeddings train, by position":
+        return model.model(None, None, None, None, embeds)
+    if what == "reentrant checkpoint of the whole model":  # the first forward is without gradients
+        checkpoint(lambda x: model(inputs_embeds=x).logits, embeds, use_reentrant=True).sum().backward()
+    if what == "checkpoint of the whole model":
+        checkpoint(lambda x: model(inputs_embeds=x).logits, embeds, use_reentrant=False).sum().backward()
+    if what == "lora, base frozen":
+        from peft import LoraConfig, get_peft_model
+
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))(input_ids=ids)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "training",
+        "eval mode",
+        "frozen, embeddings train",
+        "frozen, embeddings train, by position",
+        "reentrant checkpoint of the whole model",
+        "checkpoint of the whole model",
+        "lora, base frozen",
+    ],
+)
+def test_refused(what):
+    raises_on_ranks(2, RuntimeError, REFUSED, forward, what)
+
+
+def on_one_rank():
+    """The other rank waits for nobody: it is not in a collective."""
+    model, handle = parallel()
+    ids = random_batch(1, 16)["input_ids"]
+    if handle.group.rank == 0:
+        with torch.no_grad():
+            return bool(model(input_ids=ids).logits.isfinite().all())
+    with pytest.raises(RuntimeError, match=REFUSED):
+        model(input_ids=ids)
+    return True
+
+
+def test_a_rank_without_a_layout_raises_at_once():
+    assert run_ranks(2, on_one_rank, timeout=30) == [True, True]
+
+
+def permitted():
+    batch = random_batch(1, 16)
+    ids = batch["input_ids"]
+    want = tiny_model("llama")(input_ids=ids, use_cache=False).logits
+    model, handle = parallel()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, want)
+    with torch.inference_mode():
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, want)
+    model.requires_grad_(False)
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, want)  # a frozen reference model
+    model.requires_grad_(True)
+    with handle.plain():
+        assert torch.equal(model(input_ids=ids, use_cache=False, ulysses_layout=None).logits, want)
+    alone, handle_alone = parallel(sp_size=1)
+    assert torch.equal(alone(input_ids=ids, use_cache=False).logits, want)  # one rank has whole sequences
+
+
+def test_permitted():
+    run_ranks(2, permitted)
+
+
+def checkpoint_of_the_whole_model(use_reentrant):
+    """Permitted inside plain(), and recomputed plainly after the block; with a layout it is sequence-parallel."""
+    from torch.utils.checkpoint import checkpoint
+
+    batch = random_batch(1, 16)
+    want = reference_step(tiny_model("llama"), batch)
+    model, handle = parallel()
+    embeds = model.get_input_embeddings()(batch["input_ids"])
+
+    def whole(x):
+        return model(inputs_embeds=x, labels=batch["labels"], use_cache=False).loss
+
+    with handle.plain():
+        loss = checkpoint(whole, embeds, use_reentrant=use_reentrant)
+        if use_reentrant:  # its recomputation cannot be told from a forward of its own
+            loss.backward()
+    if not use_reentrant:
+        loss.backward()
+    assert_gradients(gradients(model), want[1], 1e-6)
+
+    model.zero_grad()
+    shard = handle.shard(batch)
+    ids, rest = shard.inputs["input_ids"], {name: x for name, x in shard.inputs.items() if name != "input_ids"}
+    embeds = model.get_input_embeddings()(ids)
+    logits = checkpoint(lambda x: model(inputs_embeds=x, **rest).logits, embeds, use_reentrant=use_reentrant)
+    handle.loss(logits, shard).backward()
+    handle.sum_gradients()
+    assert_gradients(gradients(model), want[1], 1e-6)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_of_the_whole_model(use_reentrant):
+    run_ranks(2, checkpoint_of_the_whole_model, use_reentrant)
+
+
+def moved(how):
+    """Whatever users do with a batch, its layout arrives."""
+    import copy
+    import pickle
+
+    import deepspeed.runtime.utils
+    from accelerate.utils import send_to_device
+
+    ways = {
+        "deepspeed": lambda batch: deepspeed.runtime.utils.move_to_device(batch, torch.device("cpu")),
+        "by hand": lambda batch: {k: v.to("cpu", non_blocking=True) for k, v in batch.items()},
+        "accelerate": lambda batch: send_to_device(batch, torch.device("cpu"), non_blocking=True),
+        "clone": lambda batch: {k: v.detach().clone().contiguous().cpu() for k, v in batch.items()},
+        "pickle": lambda batch: pickle.loads(pickle.dumps(batch)),
+        "deepcopy": copy.deepcopy,
+    }
+    batch = random_batch(2, 17)
+    want = reference_step(tiny_model("llama"), batch)
+    model, handle = parallel()
+    shard = handle.shard(batch)
+    loss = handle.loss(model(**ways[how](shard.inputs)).logits, shard)
+    assert abs(loss.item() - want[0]) < 1e-9
+    assert list(shard.inputs)[-1] == "ulysses_layout"
+    as_batch = ways[how](shard.as_batch())  # as the Trainer's loader yields it
+    inputs = {name: x for name, x in as_batch.items() if name != "shift_labels"}
+    assert torch.equal(handle.loss(model(**inputs).logits, as_batch), loss)
+    assert handle.num_items([shard, as_batch]) == 2 * int((batch["labels"][:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize("how", ["deepspeed", "by hand", "accelerate", "clone", "pickle", "deepcopy"])
+def test_layouts_survive(how):
+    run_ranks(2, moved, how)
+
+
+def misused(what):
+    model, handle = parallel()
+    shard = handle.shard(random_batch(1, 8))
+    logits = torch.zeros(1, 4, 128)
+    if what == "labels in place of the shard":
+        handle.loss(logits, shard.shift_labels)
+    if what == "no labels":
+        batch = random_batch(1, 8)
+        del batch["labels"]
+        handle.loss(logits, handle.shard(batch))
+    if what == "sharded twice":
+        handle.shard(shard.as_batch())
+    if what == "restored":
+        handle.restore()
+        handle.loss(logits, shard)
+
+
+@pytest.mark.parametrize(
+    "what,error,message",
+    [
+        ("labels in place of the shard", TypeError, "give the shard, .* not a Tensor"),
+        ("no labels", ValueError, "the shard has no labels"),
+        ("sharded twice", ValueError, "is a shard already"),
+        ("restored", RuntimeError, r"handle.restore\(\) was called"),
+    ],
+)
+def test_misuse(what, error, message):
+    raises_on_ranks(2, error, message, misused, what)
+
+
+def waits_of_a_forward():
+    """How often the host reads a tensor in a forward: nonzero, item, or a copy to the host."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            self.found += name in ("_local_scalar_dense", "nonzero", "item")
+            return func(*args, **(kwargs or {}))
+
+    import ds_mla_ulysses as dmu
+
+    model, handle = parallel("deepseek_v3")
+    hooks = []
+    for layer in model.model.layers:  # what the layers do themselves (routing) is theirs
+        hooks.append(layer.register_forward_pre_hook(lambda *_: counter.__exit__(None, None, None)))
+        break
+    shard = handle.shard(random_batch(2, 16))
+    counter = Count()
+    with dmu.TrafficMeter() as meter:
+        counter.__enter__()
+        model(**shard.inputs)
+    return counter.found, dict(meter.calls)
+
+
+def test_one_exchange_and_one_wait_for_each_forward():
+    for waits, calls in run_ranks(2, waits_of_a_forward):
+        assert waits <= 1
+        assert calls["all_gather", "setup"] == 2  # integers; positions with padding
+        assert not any(collective == "all_gather_object" for collective, _ in calls)
+
+
+def fails_at(step):
+    """A patch whose n-th replacement fails leaves the model as it was, and it can be parallelized again."""
+    from unittest import mock
+
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.hf.patch import ModelPatch
+    from test_lifecycle import snapshot
+
+    model = tiny_model("minicpm3")
+    before = snapshot(model)
+    replace, register, count = ModelPatch._replace, torch.nn.Module.register_forward_pre_hook, [0]
+
+    def failing(original):
+        def run(*args, **kwargs):
+            count[0] += 1
+            if count[0] == step:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        return run
+
+    with (
+        mock.patch.object(ModelPatch, "_replace", failing(replace)),
+        mock.patch.object(torch.nn.Module, "register_forward_pre_hook", failing(register)),
+        mock.patch.object(torch.nn.Module, "register_forward_hook", failing(torch.nn.Module.register_forward_hook)),
+    ):
+        try:
+            handle = dmu.parallelize(model, strategy="latent_qkv")
+        except KeyboardInterrupt:
+            handle = None
+    if handle is not None:
+        handle.restore()
+    after = snapshot(model)
+    assert after.keys() == before.keys()
+    for name, (kind, attributes, hooks) in before.items():
+        now = after[name]
+        assert now[0] is kind and now[2] == hooks and now[1].keys() == attributes.keys(), name
+        assert all(now[1][k] is attributes[k] for k in attributes), name
+    assert dmu.handle_of(model) is None
+    again = dmu.parallelize(model)
+    sharded_step(model, random_batch(1, 12), again)
+    return count[0] < step  # no step is left
+
+
+def test_a_patch_applies_wholly_or_not_at_all():
+    for step in range(1, 100):
+        done = run_ranks(2, fails_at, step)
+        assert done[0] == done[1]
+        if done[0]:
+            break
+    assert step > 10
