@@ -23,8 +23,6 @@ BLOCKS = all_blocks()
 SHORT = {
     "train_deepspeed.py": ["--steps", "2", "--seq-len", "63"],
     "train_moba.py": ["--steps", "2", "--seq-len", "63"],
-    "train_hf_trainer.py": ["--steps", "2", "--seq-len", "63", "--output", "out"],
-    "train_sft_trl.py": ["--steps", "2", "--max-length", "127", "--output", "out"],
 }
 _done: set[tuple[str, ...]] = set()
 
@@ -48,7 +46,9 @@ def test_every_block_is_run_or_has_a_reason(block):
     if how == "no":
         assert len(reason) > 10
         for path in re.findall(r"tests/\S+\.py", reason):
-            assert (ROOT / path).exists(), f"{block.name} refers to {path}, which does not exist"
+            text = (ROOT / path).read_text(encoding="utf-8")
+            for script in re.findall(r"\w+\.py|ds_to_universal", block.code):
+                assert script in text, f"{block.name} says that {path} runs {script}"
         return
     assert block.language in ("python", "bash"), f"{block.name}: only Python and shell blocks can be run"
     if block.language == "python":
@@ -162,6 +162,11 @@ def test_links_to_files(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not re.match(r"[a-z]+:", target):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_paths_of_contributing():
+    for path in re.findall(r"tests/[\w/.]*", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
+        assert (ROOT / path).exists(), path
 
 
 def test_the_api_reference_has_every_public_name():
