@@ -19,7 +19,7 @@ def parallel(family="llama", **settings):
 def forward(what):
     from torch.utils.checkpoint import checkpoint
 
-    model, handle = parallel()
+    model, _handle = parallel()
     ids = random_batch(1, 16)["input_ids"]
     embeds = torch.randn(1, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
     if what.startswith("frozen"):
@@ -88,7 +88,7 @@ def permitted():
     model.requires_grad_(True)
     with handle.plain():
         assert torch.equal(model(input_ids=ids, use_cache=False, ulysses_layout=None).logits, want)
-    alone, handle_alone = parallel(sp_size=1)
+    alone, _handle_alone = parallel(sp_size=1)
     assert torch.equal(alone(input_ids=ids, use_cache=False).logits, want)  # one rank has whole sequences
 
 
@@ -166,7 +166,7 @@ def test_layouts_survive(how):
 
 
 def misused(what):
-    model, handle = parallel()
+    _model, handle = parallel()
     shard = handle.shard(random_batch(1, 8))
     logits = torch.zeros(1, 4, 128)
     if what == "labels in place of the shard":
@@ -233,9 +233,10 @@ def fails_at(step):
     """A patch whose n-th replacement fails leaves the model as it was, and it can be parallelized again."""
     from unittest import mock
 
+    from test_lifecycle import snapshot
+
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.hf.patch import ModelPatch
-    from test_lifecycle import snapshot
 
     model = tiny_model("minicpm3")
     before = snapshot(model)
