@@ -71,7 +71,8 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.comm.group import SequenceGroup
     from ds_mla_ulysses.hf.rows import WithHeads
-    from ds_mla_ulysses.layout.exchange import HeadsToTokens, gather_rows
+    from ds_mla_ulysses.layout.exchange import HeadsToTokens
+    from ds_mla_ulysses.layout.gather import gather_rows
     from ds_mla_ulysses.layout.widths import MLAWidths
     from ds_mla_ulysses.planner.auto import Auto, decide
     from ds_mla_ulysses.planner.cost import Work

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def over_ranks(strategy: str, head_chunks: int, whole: list[Tensor]) -> list[Ten
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.comm.group import SequenceGroup
     from ds_mla_ulysses.hf.rows import LinearRows
-    from ds_mla_ulysses.layout.split import own_runs
+    from ds_mla_ulysses.layout.split import local_runs
 
     (H, N, R, V, _), S = WIDTHS, whole[0].shape[1]
     weight, kept = whole[3], [torch.zeros_like(x) for x in (whole[4], *whole[:4])]
@@ -76,7 +77,7 @@ def over_ranks(strategy: str, head_chunks: int, whole: list[Tensor]) -> list[Ten
     def rank() -> None:
         split = "head_tail" if strategy == "head_tail" else "contiguous"
         group = SequenceGroup.of(torch.distributed.group.WORLD).with_split(split)
-        runs = own_runs(group, S // group.size)
+        runs = local_runs(group, S // group.size)
 
         def mine(x: Tensor) -> Tensor:
             return torch.cat([x[:, run] for run in runs], 1)
@@ -188,7 +189,7 @@ def synchronize(device: str) -> None:
 
 def copies(device: str, tokens: int) -> list[dict[str, Any]]:
     """The wire of packed and of what comes back, written by the exchange's own functions."""
-    from ds_mla_ulysses.layout.exchange import _write_parts, _write_side_by_side
+    from ds_mla_ulysses.layout.wire import plan_of, write_heads, write_side_by_side
 
     H, N, R, V, L = WIDTHS
     q, kv = (torch.randn(tokens, 1, H, d, device=device).bfloat16() for d in (N + R, N + V))
@@ -198,11 +199,11 @@ def copies(device: str, tokens: int) -> list[dict[str, Any]]:
         elements = sum(x.numel() for x in blocks)
         wire, plain = (torch.empty(elements, dtype=torch.bfloat16, device=device) for _ in range(2))
         if name == "by heads":
-            parts = wire.chunk(RANKS)
-            ours = milliseconds(lambda blocks=blocks, parts=parts: _write_parts(blocks, H, parts), device)
+            plan, shards = plan_of(blocks, H, RANKS), wire.chunk(RANKS)
+            ours = milliseconds(partial(write_heads, blocks, plan, shards), device)
         else:
             rows_TBW = wire.view(tokens, 1, -1)
-            ours = milliseconds(lambda blocks=blocks, to=rows_TBW: _write_side_by_side(blocks, to), device)
+            ours = milliseconds(lambda blocks=blocks, to=rows_TBW: write_side_by_side(blocks, to), device)
         bound = milliseconds(lambda wire=wire, plain=plain: plain.copy_(wire), device)
         rows.append(
             {"wire": name, "MB": round(2e-6 * elements, 1), "ms": round(ours, 4), "plain_copy_ms": round(bound, 4)}

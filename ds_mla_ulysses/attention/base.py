@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..comm.group import SequenceGroup
 from ..layout.exchange import HeadsToTokens
-from ..layout.heads import HeadPartition
+from ..layout.heads import local_query_heads
 
 
 class SequenceAttention(DistributedAttention):
@@ -58,8 +58,7 @@ class SequenceAttention(DistributedAttention):
         Raises:
             ValueError: the class exchanges heads and there are fewer heads than ranks.
         """
-        partition = HeadPartition(heads, self.group.size)
-        return slice(partition.start(self.group.rank), partition.stop(self.group.rank))
+        return local_query_heads(heads, self.group.size, self.group.rank)
 
     def _check_call(self, batch_dim_idx: int, rotary_pos_emb: Any, **tensors: Tensor) -> bool:
         """Checks the arguments that DeepSpeed's signature adds, and that all tensors have one dtype.

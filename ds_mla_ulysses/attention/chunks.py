@@ -1,8 +1,6 @@
-"""Attention of the own heads in parts, one after the other, so that keys and values of all of them never exist at once.
+"""Head chunks: attention with the local heads in chunks, so that keys and values of all of them never exist at once.
 
-Each part makes its keys and values of compact ones, attends, and forgets them: backward makes them once more.
-
-Letters: B batch · T this rank's tokens · S all tokens · H all heads · M own heads.
+The keys and values of each chunk are computed from compact ones, used and freed, and recomputed in backward.
 """
 
 from __future__ import annotations
@@ -16,28 +14,24 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..comm.collectives import accumulation_dtype
-from ..layout.heads import HeadPartition
+from ..layout.heads import HeadPartition, computed_once
 
 
 def check_count(head_chunks: int) -> None:
-    """Refuses what is no number of parts.
-
-    Raises:
-        ValueError: that.
-    """
+    """Raises ValueError unless head_chunks is an int >= 1."""
     if type(head_chunks) is not int or head_chunks < 1:
-        raise ValueError(f"head_chunks must be a positive number of parts, got {head_chunks!r}.")
+        raise ValueError(f"head_chunks must be an int >= 1, got {head_chunks!r}.")
 
 
 @dataclass(frozen=True)
 class HeadChunks:
-    """The own heads of every rank in `count` consecutive parts, as even as possible; the first have one head more.
+    """The local heads of every rank in `count` consecutive chunks, as even as possible; the first have one more head.
 
-    The c-th parts of all ranks are shared among them as `HeadPartition` shares so many heads. Of all heads in order, split
-    into `sizes`, part c of rank p is the one with number p * count + c.
+    If all heads in order are split into `sizes`, chunk c of rank p is number p * count + c. The ranks exchange their c-th
+    chunks together, in which `HeadPartition` gives each rank the heads of its own chunk.
 
     Raises:
-        ValueError: fewer own heads than parts.
+        ValueError: a rank has fewer heads than chunks.
     """
 
     heads: int
@@ -52,26 +46,35 @@ class HeadChunks:
             )
 
     def of_rank(self, rank: int) -> list[slice]:
-        """The parts of a rank's heads."""
+        """Returns the chunks of a rank's heads."""
         all_heads = HeadPartition(self.heads, self.ranks)
-        first, own = all_heads.start(rank), HeadPartition(all_heads.count(rank), self.count)
-        return [slice(first + own.start(c), first + own.stop(c)) for c in range(self.count)]
+        first, local = all_heads.start(rank), HeadPartition(all_heads.count(rank), self.count)
+        return [slice(first + local.start(c), first + local.stop(c)) for c in range(self.count)]
 
     @property
     def sizes(self) -> list[int]:
-        """Heads of each part of each rank, rank after rank."""
-        return [part.stop - part.start for rank in range(self.ranks) for part in self.of_rank(rank)]
+        """The number of heads of each chunk of each rank, rank after rank."""
+        return [chunk.stop - chunk.start for rank in range(self.ranks) for chunk in self.of_rank(rank)]
+
+
+@computed_once
+def chunks_of_rank(heads: int, ranks: int, count: int, rank: int) -> list[slice]:
+    """Returns `HeadChunks(heads, ranks, count).of_rank(rank)`. The caller must not change the list."""
+    return HeadChunks(heads, ranks, count).of_rank(rank)
 
 
 class ForChunks(torch.autograd.Function):
-    """The same tensor for each part. Backward: their gradients are summed in fp32 (or wider) and rounded once."""
+    """Returns the same tensor once for each chunk.
+
+    Backward: the gradients of the chunks are summed in fp32 (or wider) and rounded once.
+    """
 
     @staticmethod
-    def forward(ctx, count: int, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, count: int, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for _ in range(count))
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         total = grads[0].to(accumulation_dtype(grads[0].dtype), copy=True)
         for grad in grads[1:]:
             total.add_(grad)
@@ -79,5 +82,5 @@ class ForChunks(torch.autograd.Function):
 
 
 def recomputed(fn: Callable[..., Any], *tensors: Tensor) -> Any:
-    """fn of the tensors, of which nothing but they are kept; backward calls it once more, with the same random numbers."""
+    """Calls fn and keeps nothing but its arguments; backward calls it again with the same random numbers."""
     return checkpoint(fn, *tensors, use_reentrant=False)

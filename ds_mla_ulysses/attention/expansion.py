@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import accumulation_dtype
-from ..layout.exchange import join_shared_key
+from ..layout.shared_key import join_shared_key
 from .base import tokens_first
 from .chunks import ForChunks, recomputed
 

@@ -1,51 +1,56 @@
-"""Sequence parallelism that gathers keys and values, while queries stay where they are.
+"""Sequence parallelism that gathers keys and values, while queries stay on their rank.
 
-Letters: B batch · T this rank's tokens · S all tokens (T * ranks) · H all query heads · G all key/value heads ·
-K = N+R query and key width · V value width · P = N+V · L latent width.
+Shape letters:
+    B batch                             K query and key width (MLA: K = N + R)
+    T tokens of this rank               V value width
+    S tokens of the whole sequence      N key width without position
+    H all query heads                   R width of the shared RoPE key
+    G all KV heads                      L latent width
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.group import SPLITS
-from ..layout.exchange import GatherTokens, gather_rows
-from ..layout.split import own_runs
+from ..comm.group import SPLITS, SequenceGroup
+from ..layout.gather import GatherTokens, gather_rows
+from ..layout.split import local_runs
 from .base import SequenceAttention, check_grouped, tokens_first
-from .chunks import HeadChunks, check_count
+from .chunks import check_count, chunks_of_rank
 from .expansion import Expand, Latents
 
 
 class GatherKVAttention(SequenceAttention):
-    """Every rank's queries, all heads, over the keys and values of the whole sequence: one all-gather in, none out.
+    """The local queries, all heads, attend over the keys and values of the whole sequence: one all-gather in, none out.
 
     | direction | collectives                                                  | elements sent per token |
     |-----------|--------------------------------------------------------------|-------------------------|
     | forward   | all-gather (k, v)                                            | G(K+V)(ranks-1)         |
     | backward  | all-to-all (k, v: partial sums of every rank's queries)      | the same                |
 
-    That is fewer than `UlyssesAttention` sends while ranks * G < H + G, and any number of ranks will do, however few
-    the heads; but every rank holds the keys and values of all heads. What the ranks say of one token's key and value
-    is summed in fp32 (or wider) and rounded once. A group of one communicates nothing.
+    This is less than `UlyssesAttention` sends if ranks * G < H + G, and the number of ranks is not limited by the number
+    of heads. The price is that every rank holds the keys and values of all heads. The ranks' gradients of a token's key
+    and value are summed in fp32 (or wider) and rounded once. A group of one rank communicates nothing.
 
-    With the split "contiguous" the last rank's queries see the most keys and the first rank's the fewest; with
-    "head_tail" causal attention is the same work on all.
+    With the split "contiguous", the last rank's queries see the most keys and the first rank's the fewest. With
+    "head_tail", causal attention is the same work on all ranks.
 
     Args:
-        local_attention: `local_attention(q, k, v, *args, first_query=r, **kwargs) -> out` in the layout that the call
-            came in: q_BTHK, k_BSGK, v_BSGV -> out_BTHV. Query t has place r + t in the whole sequence. k and v are
-            strided views, contiguous in the last dimension. With "head_tail" it is called once for each of the two
-            runs that the rank's tokens are.
-        group: the sequence group, a torch ProcessGroup or a SequenceGroup.
+        local_attention: `local_attention(q, k, v, *args, first_query=r, **kwargs) -> out` in the call's layout: q_BTHK,
+            k_BSGK, v_BSGV -> out_BTHV (or T and S before B). Query t has position r + t in the whole sequence. k and v
+            are strided views, contiguous in the last dimension. With "head_tail" it is called once for each of the two
+            runs of consecutive tokens that the rank has.
+        group: the sequence-parallel group, a torch ProcessGroup or a SequenceGroup.
     """
 
     splits = SPLITS
 
     def query_heads(self, heads: int) -> slice:
-        """All of them."""
+        """Returns all heads, because every rank attends with all of them."""
         return slice(0, heads)
 
     def forward(
@@ -58,49 +63,53 @@ class GatherKVAttention(SequenceAttention):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention of this rank's tokens over the whole sequence; as `UlyssesAttention.forward`."""
+        """Computes attention of this rank's tokens over the whole sequence, as `UlyssesAttention.forward` does.
+
+        Raises:
+            ValueError: shapes that do not fit each other, mixed dtypes, a number of tokens that the split does not divide.
+        """
         batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, k=k, v=v)
         check_grouped(q, k, v, batch_first)
         if self.group.size > 1:
             blocks_TBGD = [tokens_first(x, batch_first) for x in (k, v)]
             blocks_SBGD = GatherTokens.apply(self.group, batch_first, None, *blocks_TBGD)
-            k, v = (tokens_first(x, batch_first) for x in blocks_SBGD)
+            k, v = [tokens_first(x, batch_first) for x in blocks_SBGD]
         return self._attend_runs(q, k, v, batch_first, args, kwargs)
 
     def _attend_runs(
         self, q: Tensor, k: Tensor, v: Tensor, batch_first: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        """Local attention of the queries here over all keys, run by run: contiguous."""
+        """Attends with the local queries over all keys, one run of consecutive tokens after the other; contiguous."""
         dim = 1 if batch_first else 0
-        runs = own_runs(self.group, q.shape[dim])
-        parts = []
+        runs = local_runs(self.group, q.shape[dim])
+        outs = []
         for run, q_run in zip(runs, q.split([run.stop - run.start for run in runs], dim), strict=True):
-            parts.append(self.attend_locally(q_run, k, v, *args, first_query=run.start, **kwargs))
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+            outs.append(self.attend_locally(q_run, k, v, *args, first_query=run.start, **kwargs))
+        return outs[0].contiguous() if len(outs) == 1 else torch.cat(outs, dim)
 
 
 class GatherKVMLAAttention(GatherKVAttention):
-    """`GatherKVAttention` for MLA: the latents and the shared rope key are gathered, every head is expanded everywhere.
+    """`GatherKVAttention` for MLA: latents and the shared RoPE key are gathered, every rank expands all heads.
 
     | direction | collectives                                                  | elements sent per token |
     |-----------|--------------------------------------------------------------|-------------------------|
     | forward   | all-gather (latent, key)                                     | (L+R)(ranks-1)          |
     | backward  | all-to-all (latent, key: partial sums)                       | the same                |
 
-    No way of MLA sends fewer bytes. The price: each rank expands the heads of all tokens, which is ranks times the
-    work, and holds the keys and values of all heads.
+    No other MLA class sends fewer bytes. The price is that each rank expands all heads of all tokens, which multiplies
+    that work by the number of ranks, and holds the keys and values of all heads.
 
     Args:
-        local_attention, group: as of `GatherKVAttention`.
+        local_attention, group: as in `GatherKVAttention`.
         nope_dim, rope_dim, value_dim: N, R and V.
-        head_chunks: parts of the heads that are expanded and attend one after the other, and once more in backward,
-            so that keys and values of so large a part only exist at once.
+        head_chunks: the number of chunks of heads that are expanded and attended with one after the other, and again in
+            backward, so that only the keys and values of one chunk exist at once.
     """
 
     def __init__(
         self,
-        local_attention: Any,
-        group: Any,
+        local_attention: Callable[..., Tensor],
+        group: SequenceGroup | torch.distributed.ProcessGroup | None,
         *,
         nope_dim: int,
         rope_dim: int,
@@ -111,7 +120,7 @@ class GatherKVMLAAttention(GatherKVAttention):
         check_count(head_chunks)
         self.latents, self.head_chunks = Latents(nope_dim, rope_dim, value_dim), head_chunks
 
-    def forward(
+    def forward(  # type: ignore[override]  # latents take the place of keys and values
         self,
         q: Tensor,
         latent: Tensor,
@@ -122,12 +131,12 @@ class GatherKVMLAAttention(GatherKVAttention):
         expand: Expand,
         **kwargs: Any,
     ) -> Tensor:
-        """As `LatentKVMLAAttention.forward`; `expand` is asked for all heads, or for each part of them."""
+        """As `LatentKVMLAAttention.forward`, but `expand` is called for all heads, or for each chunk of them."""
         batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=latent, k_shared=k_shared)
         self.latents.check(q, latent, k_shared, batch_first)
         if self.group.size > 1:
             latent, k_shared = gather_rows([latent, k_shared], self.group, batch_first)
-        heads = HeadChunks(q.shape[2], 1, self.head_chunks).of_rank(0)
+        heads = chunks_of_rank(q.shape[2], 1, self.head_chunks, 0)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attend_runs(q, k, v, batch_first, args, kwargs)

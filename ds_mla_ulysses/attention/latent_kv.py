@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layout.exchange import TokensToHeads, gather_rows, start_gather_rows, start_tokens_to_heads
-from ..layout.heads import HeadPartition
+from ..layout.exchange import TokensToHeads, start_tokens_to_heads
+from ..layout.gather import gather_rows, start_gather_rows
 from .base import tokens_first
 from .expansion import Expand
 from .mla import PendingKey
@@ -88,24 +88,24 @@ class LatentKVMLAAttention(MLAHeadExchange):
             )
         batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, latent=latent, k_shared=k_shared)
         self.latents.check(q, latent, k_shared, batch_first)
-        HeadPartition(q.shape[2], self.group.size)
+        heads = self.query_heads(q.shape[2])
         if self.head_chunks > 1:
             return self._attend_in_chunks([q], [latent, k_shared], None, expand, batch_first, args, kwargs)
-        local = self._exchange(q, latent, k_shared, batch_first, expand)
+        local = self._exchange(q, latent, k_shared, batch_first, heads, expand)
         return self._attend(*local, q.shape[2], batch_first, args, kwargs)
 
     def _exchange(
-        self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_first: bool, expand: Expand
+        self, q: Tensor, latent: Tensor, k_shared: Tensor, batch_first: bool, heads: slice, expand: Expand
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v of the local heads, in the call's layout."""
         H, group = q.shape[2], self.group
         if group.size == 1:
-            return q, *self.latents.expand(latent, k_shared, batch_first, slice(0, H), expand)
+            return q, *self.latents.expand(latent, k_shared, batch_first, heads, expand)
         q_TBHK = tokens_first(q, batch_first)
         # The latents leave first, and are expanded while the queries travel.
         pending = start_gather_rows([latent, k_shared], group, batch_first)
         pending_q = start_tokens_to_heads([q_TBHK], H, group)
         latent, k_shared = gather_rows([latent, k_shared], group, batch_first, pending)
-        k, v = self.latents.expand(latent, k_shared, batch_first, self.query_heads(H), expand)
+        k, v = self.latents.expand(latent, k_shared, batch_first, heads, expand)
         (q_SBMK,) = TokensToHeads.apply(H, group, batch_first, pending_q, q_TBHK)
         return tokens_first(q_SBMK, batch_first), k, v

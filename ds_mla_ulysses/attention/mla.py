@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..comm.collectives import gather_start, sum_over_ranks
 from ..comm.group import SequenceGroup
-from ..layout.exchange import heads_to_tokens, join_shared_key, own_heads, return_shared_key_grad, tokens_to_heads
-from ..layout.heads import HeadPartition
+from ..layout.exchange import heads_to_tokens, local_heads, tokens_to_heads
+from ..layout.shared_key import join_shared_key, return_shared_key_grad
 from .base import tokens_first
 from .mla_base import MLAHeadExchange
 
@@ -116,7 +116,7 @@ class UlyssesMLAAttention(MLAHeadExchange):
             )
         self.latents.check_packed(q, kv, k_shared, batch_first)
         H, group = q.shape[2], self.group
-        HeadPartition(H, group.size)
+        self.query_heads(H)  # raises ValueError if there are fewer heads than ranks
         if self.head_chunks > 1:
             gathered_SBR = None if pending is None else pending.gathered_SBR
             return self._attend_in_chunks([q, kv], [k_shared], gathered_SBR, _as_it_is, batch_first, args, kwargs)
@@ -131,8 +131,8 @@ class UlyssesMLAAttention(MLAHeadExchange):
             group,
             batch_first,
         )
-        local = (tokens_first(x, batch_first) for x in (q_SBMK, k_SBMK, v_SBMV))
-        return self._attend(*local, H, batch_first, args, kwargs)
+        q, k, v = [tokens_first(x, batch_first) for x in (q_SBMK, k_SBMK, v_SBMV)]
+        return self._attend(q, k, v, H, batch_first, args, kwargs)
 
 
 def _as_it_is(kv: Tensor, heads: slice) -> Tensor:
@@ -141,29 +141,39 @@ def _as_it_is(kv: Tensor, heads: slice) -> Tensor:
 
 
 class _PackedExchange(torch.autograd.Function):
-    """q_TBHK, kv_TBHP, k_TBR (and its gather, pending) -> q_SBMK, k_SBMK, v_SBMV.
+    """q_TBHK, kv_TBHP and k_TBR with its pending gather -> q_SBMK, k_SBMK, v_SBMV.
 
-    Forward: one all-to-all; q and v are views of what arrived, K is written once.
-    Backward: the key's partial sums leave first, asynchronously, in an all-to-all: each rank sums its
-    own heads in fp32 and rounds once. Then one all-to-all brings the gradients of q and kv back, each
-    copied once into the wire. Last, the partial sums of all ranks are summed in fp32 and rounded once:
-    the gather's adjoint, a reduce-scatter with the same bytes and fewer roundings.
+    Forward: one all-to-all. q and v are views of the receive buffer, K is written once.
+
+    Backward: the partial sums of the key's gradient leave first, asynchronously, in an all-to-all: each rank sums its
+    local heads in fp32 and rounds once. Then one all-to-all returns the gradients of q and kv, each copied once into the
+    wire. Last, the partial sums of all ranks are summed in fp32 and rounded once. This is the adjoint of the gather, a
+    reduce-scatter, with the same bytes and fewer roundings.
     """
 
     @staticmethod
-    def forward(ctx, q_TBHK, kv_TBHP, k_TBR, pending_SBR, nope_dim: int, group: SequenceGroup, batch_first: bool):
+    def forward(
+        ctx: Any,
+        q_TBHK: Tensor,
+        kv_TBHP: Tensor,
+        k_TBR: Tensor,
+        pending_SBR: Tensor,
+        nope_dim: int,
+        group: SequenceGroup,
+        batch_first: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.group, ctx.batch_first, ctx.nope_dim = group, batch_first, nope_dim
         ctx.heads = H = q_TBHK.shape[2]
         if group.size == 1:
             q_SBMK, kv_SBMP = q_TBHK.view_as(q_TBHK), kv_TBHP
         else:
-            buffer_SBW = tokens_to_heads([q_TBHK, kv_TBHP], H, group, "forward")
-            q_SBMK, kv_SBMP = own_heads(buffer_SBW, [H, H], [q_TBHK.shape[3], kv_TBHP.shape[3]], H, group)
+            x_SBW = tokens_to_heads([q_TBHK, kv_TBHP], H, group, "forward")
+            q_SBMK, kv_SBMP = local_heads(x_SBW, [H, H], [q_TBHK.shape[3], kv_TBHP.shape[3]], H, group)
         key = join_shared_key(kv_SBMP[..., :nope_dim], pending_SBR, batch_first)
         return q_SBMK, key.transpose(0, 1) if batch_first else key, kv_SBMP[..., nope_dim:]
 
     @staticmethod
-    def backward(ctx, dq_SBMK, dk_SBMK, dv_SBMV):
+    def backward(ctx: Any, dq_SBMK: Tensor, dk_SBMK: Tensor, dv_SBMV: Tensor) -> tuple[Tensor | None, ...]:
         N, group = ctx.nope_dim, ctx.group
         dq_TBHK = dkv_TBHP = pending_SBR = None
         if ctx.needs_input_grad[2]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..comm.group import SequenceGroup
-from ..layout.exchange import HeadsToTokens, TokensToHeads, gather_rows, start_gather_rows, start_tokens_to_heads
+from ..layout.exchange import HeadsToTokens, TokensToHeads, start_tokens_to_heads
+from ..layout.gather import gather_rows, start_gather_rows
 from .base import SequenceAttention, tokens_first
 from .chunks import ForChunks, HeadChunks, check_count, recomputed
 from .expansion import Expand, Latents

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from ..comm.collectives import gather_now
 from ..comm.group import SequenceGroup
 from ..layout.documents import Documents
-from ..layout.exchange import HeadsToTokens, gather_rows
+from ..layout.exchange import HeadsToTokens
+from ..layout.gather import gather_rows
 from ..layout.widths import MLAWidths
 from .calls import by_name
 from .kernel import as_autocast

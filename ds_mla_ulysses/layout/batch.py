@@ -18,7 +18,7 @@ from ..comm.agreement import gather_objects, raise_first
 from ..comm.collectives import exchange_bytes
 from ..comm.group import SequenceGroup
 from .shard import LAYOUT, SHIFT_LABELS, Shard, ShardLayout
-from .split import chunks_of
+from .split import pieces_of
 
 IGNORED_LABEL = -100
 #: Boundaries of packed documents that hold for the whole row. position_ids say the same.
@@ -143,12 +143,12 @@ def _shards(batch: Mapping[str, Any], ranks: Sequence[int], group: SequenceGroup
     if "position_ids" not in whole:
         device = whole["input_ids"].device if "input_ids" in whole else whole["inputs_embeds"].device
         whole["position_ids"] = torch.arange(S, device=device).expand(B, S)
-    count = len(chunks_of(group))
+    count = len(pieces_of(group))
     padded = {name: _pad(name, x, -S % count) if _is_split(x, S) else x for name, x in whole.items()}
     length = S + -S % count
     for rank in ranks:
         inputs = {
-            name: _join([x.chunk(count, dim=1)[chunk] for chunk in chunks_of(group, rank)])
+            name: _join([x.chunk(count, dim=1)[piece] for piece in pieces_of(group, rank)])
             if _is_split(whole[name], S)
             else x
             for name, x in padded.items()

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm.agreement import gather_numbers, gather_objects, raise_first
 from ..comm.collectives import gather_now
 from ..comm.group import SequenceGroup
-from .split import in_order, own_runs, uneven
+from .split import in_order, local_runs, uneven
 
 
 class Documents:
@@ -193,7 +193,7 @@ def gather_documents(
     _agree(group, problem, (B, T), given | dict(alike or {}))
 
     if position_ids is None:
-        runs = [torch.arange(run.start, run.stop, device=device) for run in own_runs(group, T)]
+        runs = [torch.arange(run.start, run.stop, device=device) for run in local_runs(group, T)]
         positions_BT = torch.cat(runs).expand(B, T)
     else:
         positions_BT = position_ids.to(device, torch.long).expand(B, T)

@@ -1,25 +1,32 @@
-"""Which rank owns which heads."""
+"""The assignment of heads to ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, wraps
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """Consecutive heads per rank, as even as possible: the first `query_heads % size` ranks have one more.
+    """Consecutive heads for each rank, as even as possible: the first `query_heads % size` ranks have one more.
 
-    Key/value heads follow the query heads they serve: a rank owns those that its own query heads read.
-    Neighbouring ranks can then own the same one: it is sent to each of them, and what they send back of
-    it is summed. 6 query heads over 3 key/value heads on 2 ranks are 0 1 2 over 0 1, and 3 4 5 over 1 2.
+    Each rank has the KV heads that its query heads read. Neighbouring ranks can therefore share a KV head: it is sent to
+    each of them, and the gradients that they return are summed. For example, with 2 ranks, 6 query heads and 3 KV heads,
+    rank 0 has query heads 0 1 2 and KV heads 0 1, rank 1 has query heads 3 4 5 and KV heads 1 2.
 
     Args:
-        heads: heads of the tensor that is shared, query or key/value heads.
-        size: number of ranks.
-        query_heads: the query heads that they serve, a multiple of `heads`; by default the heads themselves.
+        heads: the number of heads of the tensor, query or KV heads.
+        size: the number of ranks.
+        query_heads: the number of query heads that read them, a multiple of `heads`. By default the heads are query heads.
 
     Raises:
-        ValueError: fewer query heads than ranks, or query heads that are no multiple of `heads`.
+        ValueError: fewer query heads than ranks, or query heads that are not a multiple of `heads`.
     """
 
     heads: int
@@ -46,30 +53,30 @@ class HeadPartition:
         return rank * (self._queries // self.size) + min(rank, self._queries % self.size)
 
     def start(self, rank: int) -> int:
-        """The first head that `rank` owns."""
+        """The first head of `rank`."""
         return self._first_query(rank) * self.heads // self._queries
 
     def stop(self, rank: int) -> int:
-        """One past the last head that `rank` owns."""
+        """One past the last head of `rank`."""
         return (self._first_query(rank + 1) - 1) * self.heads // self._queries + 1
 
     def count(self, rank: int) -> int:
-        """Heads that `rank` owns."""
+        """The number of heads of `rank`."""
         return self.stop(rank) - self.start(rank)
 
     def shared(self, rank: int) -> int:
-        """How many of its first heads `rank` owns together with ranks before it."""
+        """The number of heads of `rank` that a rank before it has too. They are its first ones."""
         return max(0, self.stop(rank - 1) - self.start(rank)) if rank else 0
 
     @property
     def overlaps(self) -> bool:
-        """Whether any head has several owners."""
+        """Whether several ranks have the same head."""
         return any(self.shared(rank) for rank in range(self.size))
 
     def repeats(self, rank: int) -> list[int] | None:
-        """How many of its query heads read each head that `rank` owns; None where all are read by equally many.
+        """The number of local query heads that read each head of `rank`; None if it is the same for all of them.
 
-        An ordinary grouped kernel takes the heads as they are only if it is None.
+        Only if it is None can an ordinary grouped kernel take the heads as they are.
         """
         first, stop, group = self._first_query(rank), self._first_query(rank + 1), self._queries // self.heads
         found = [
@@ -77,3 +84,30 @@ class HeadPartition:
             for head in range(self.start(rank), self.stop(rank))
         ]
         return None if len(set(found)) == 1 else found
+
+
+def computed_once(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Caches a pure function of hashable positional arguments.
+
+    A compiler traces the function itself instead, because torch.compile warns about functions with a cache.
+    """
+    cached = lru_cache(maxsize=1024)(function)
+
+    @wraps(function)
+    def call(*args: int | tuple[int, ...]) -> Result:
+        return function(*args) if torch.compiler.is_compiling() else cached(*args)
+
+    return call
+
+
+@computed_once
+def local_query_heads(query_heads: int, size: int, rank: int) -> slice:
+    """Returns the query heads of a rank. Raises ValueError if there are fewer heads than ranks."""
+    partition = HeadPartition(query_heads, size)
+    return slice(partition.start(rank), partition.stop(rank))
+
+
+@computed_once
+def local_repeats(kv_heads: int, size: int, query_heads: int, rank: int) -> list[int] | None:
+    """Returns `HeadPartition(kv_heads, size, query_heads).repeats(rank)`. The caller must not change the list."""
+    return HeadPartition(kv_heads, size, query_heads).repeats(rank)

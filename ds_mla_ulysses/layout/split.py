@@ -1,11 +1,14 @@
-"""Which tokens of a sequence each rank holds, and what ranks sent, put back into the sequence's order.
+"""The split of a sequence over ranks, and the way back to the order of the sequence.
 
-| split      | equal chunks of the sequence | rank r holds                          |
-|------------|------------------------------|---------------------------------------|
-| contiguous | ranks                        | chunk r                               |
-| head_tail  | 2 * ranks                    | chunk r, behind it chunk 2*ranks-1-r  |
+A sequence is cut into equal pieces, of which each rank holds one or two.
 
-Letters: T this rank's tokens · S all tokens (T * ranks).
+| split      | pieces of the sequence | rank r holds                              |
+|------------|------------------------|-------------------------------------------|
+| contiguous | ranks                  | piece r                                   |
+| head_tail  | 2 * ranks              | piece r, followed by piece 2*ranks-1-r    |
+
+Shape letters:
+    T tokens of this rank               S tokens of the whole sequence
 """
 
 from __future__ import annotations
@@ -16,29 +19,28 @@ from torch import Tensor
 from ..comm.group import SequenceGroup
 
 
-def chunks_of(group: SequenceGroup, rank: int | None = None) -> list[int]:
-    """The chunks that a rank holds, in its order; of all ranks, one after the other, if none is named."""
-    if rank is None:
-        return [chunk for r in range(group.size) for chunk in chunks_of(group, r)]
+def pieces_of(group: SequenceGroup, rank: int | None = None) -> list[int]:
+    """Returns the pieces that a rank holds, in its order; without a rank, those of all ranks, one after the other."""
+    ranks = range(group.size) if rank is None else [rank]
     if group.split == "contiguous" or group.size == 1:
-        return [rank]
-    return [rank, 2 * group.size - 1 - rank]
+        return list(ranks)
+    return [piece for r in ranks for piece in (r, 2 * group.size - 1 - r)]
 
 
-def own_runs(group: SequenceGroup, tokens: int) -> list[slice]:
-    """Where this rank's T tokens lie in the sequence: runs without gaps, in order.
+def local_runs(group: SequenceGroup, tokens: int) -> list[slice]:
+    """Returns the places of this rank's T tokens in the sequence, as runs of consecutive tokens, in order.
 
     Raises:
-        ValueError: tokens that the split does not divide.
+        ValueError: a number of tokens that the split does not divide.
     """
     problem = uneven(group, tokens)
     if problem is not None:
         raise ValueError(problem)
-    chunks = chunks_of(group, group.rank)
-    width = tokens // len(chunks)
-    runs = [slice(chunks[0] * width, (chunks[0] + 1) * width)]
-    for chunk in chunks[1:]:
-        first = chunk * width
+    pieces = pieces_of(group, group.rank)
+    width = tokens // len(pieces)
+    runs = [slice(pieces[0] * width, (pieces[0] + 1) * width)]
+    for piece in pieces[1:]:
+        first = piece * width
         if first == runs[-1].stop:
             runs[-1] = slice(runs[-1].start, first + width)
         else:
@@ -47,29 +49,32 @@ def own_runs(group: SequenceGroup, tokens: int) -> list[slice]:
 
 
 def uneven(group: SequenceGroup, tokens: int) -> str | None:
-    """What is wrong with T tokens a rank, if the split does not divide them."""
-    chunks = len(chunks_of(group, group.rank))
-    if tokens % chunks == 0:
+    """Returns the error message if the split does not divide T tokens of a rank, else None."""
+    pieces = len(pieces_of(group, group.rank))
+    if tokens % pieces == 0:
         return None
     return (
-        f"a rank has {tokens} tokens, which split={group.split!r} does not divide into {chunks}: pad the sequence to a "
-        f"multiple of {chunks * group.size}, as shard_batch does."
+        f"a rank has {tokens} tokens, which split={group.split!r} does not divide into {pieces}: pad the sequence to a "
+        f"multiple of {pieces * group.size}, as shard_batch does."
     )
 
 
 def in_order(x: Tensor, group: SequenceGroup, dim: int = 0) -> Tensor:
-    """What the ranks hold, one after the other along dim, in the order of the sequence; x itself if it is that."""
-    held = chunks_of(group)
+    """Puts the tokens of all ranks, one rank after the other along dim, into the order of the sequence.
+
+    Returns x itself if it has that order already.
+    """
+    held = pieces_of(group)
     if held == sorted(held):
         return x
-    parts = x.chunk(len(held), dim)
-    return torch.cat([parts[held.index(chunk)] for chunk in range(len(held))], dim)
+    pieces = x.chunk(len(held), dim)
+    return torch.cat([pieces[held.index(piece)] for piece in range(len(held))], dim)
 
 
 def by_rank(x: Tensor, group: SequenceGroup, dim: int = 0) -> Tensor:
     """The inverse of `in_order`."""
-    held = chunks_of(group)
+    held = pieces_of(group)
     if held == sorted(held):
         return x
-    parts = x.chunk(len(held), dim)
-    return torch.cat([parts[chunk] for chunk in held], dim)
+    pieces = x.chunk(len(held), dim)
+    return torch.cat([pieces[piece] for piece in held], dim)

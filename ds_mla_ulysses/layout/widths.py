@@ -1,7 +1,11 @@
 """The widths of attention layers.
 
-Letters: H query heads · G key/value heads · N non-positional key width · R shared rope key width · K = N+R query and key
-width · V value width · L, Q latents of keys and values, and of queries.
+Letters:
+    H query heads                       V value width
+    G KV heads                          L width of the latents of keys and values
+    N key width without position        Q width of the latents of queries
+    R width of the shared RoPE key
+    K query and key width, for MLA N + R
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MLAWidths:
-    """Widths of one MLA layer: N, R, V, L and Q (None where there is no query latent), and its heads H."""
+    """The widths of one MLA layer: N, R, V, L and Q (None if queries have no latent), and its number of heads H."""
 
     heads: int
     nope: int
@@ -41,7 +45,7 @@ class MLAWidths:
 
 @dataclass(frozen=True)
 class HeadWidths:
-    """Widths of one layer with multi-head, grouped or multi-query attention: H, G, K and V."""
+    """The widths of one layer with multi-head, grouped-query or multi-query attention: H, G, K and V."""
 
     heads: int
     kv_heads: int

@@ -113,7 +113,7 @@ def refused(kind, **settings):
     [
         ("llama", dict(head_chunks=2), "head_chunks=2 is for MLA, .* LlamaAttention has them whole"),
         ("mla", dict(head_chunks=3), "head_chunks=3 must be from 1 to 2, the fewest heads"),
-        ("mla", dict(head_chunks=0), "head_chunks must be a positive number of parts, got 0"),
+        ("mla", dict(head_chunks=0), "head_chunks must be an int >= 1, got 0"),
         ("adapters", dict(head_chunks=2, strategy="gather_kv"), "kv_b_proj is a Linear .* leave head_chunks out"),
     ],
 )
@@ -180,9 +180,9 @@ def test_random_numbers_of_the_local_attention_are_drawn_once(kind):
 @pytest.mark.parametrize("kind", ["UlyssesMLAAttention", "LatentKVMLAAttention", "GatherKVMLAAttention"])
 @pytest.mark.parametrize("parts", [0, -1, "2", 2.5, None, True])
 def test_parts_are_a_number(kind, parts):
-    with pytest.raises(ValueError, match="head_chunks must be a positive number of parts"):
+    with pytest.raises(ValueError, match="head_chunks must be an int >= 1"):
         attention_with_dropout(getattr(dmu, kind), parts, None)
-    with pytest.raises(ValueError, match="head_chunks must be a positive number of parts"):
+    with pytest.raises(ValueError, match="head_chunks must be an int >= 1"):
         dmu.install(head_chunks=parts)
 
 

@@ -26,7 +26,7 @@ def moves_exactly(heads, widths, B, batch_first):
     import torch.distributed as dist
 
     from ds_mla_ulysses.comm.group import SequenceGroup
-    from ds_mla_ulysses.layout.exchange import heads_to_tokens, own_heads, tokens_to_heads
+    from ds_mla_ulysses.layout.exchange import heads_to_tokens, local_heads, tokens_to_heads
 
     group, T = SequenceGroup.of(dist.group.WORLD), 3
     whole = blocks_of_the_world(group.size, T, B, heads, widths)
@@ -35,7 +35,7 @@ def moves_exactly(heads, widths, B, batch_first):
     H = heads[0]
     owners = [owned(h, H) for h in heads]
     buffer = tokens_to_heads(strided, H, group, "forward")
-    mine = own_heads(buffer, heads, widths, H, group)
+    mine = local_heads(buffer, heads, widths, H, group)
     for got, x, of_ranks in zip(mine, whole, owners, strict=True):
         assert torch.equal(got, x[:, :, of_ranks[group.rank]])
         assert got.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

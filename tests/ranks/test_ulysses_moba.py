@@ -155,7 +155,7 @@ def sums_in_fp32():
     import torch.distributed as dist
 
     from ds_mla_ulysses.comm.group import SequenceGroup
-    from ds_mla_ulysses.layout.exchange import GatherTokens
+    from ds_mla_ulysses.layout.gather import GatherTokens
 
     group = SequenceGroup.of(dist.group.WORLD)
     x_TBGD = torch.zeros(3, 1, 2, 4, dtype=torch.bfloat16, requires_grad=True)

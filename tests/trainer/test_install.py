@@ -98,7 +98,7 @@ def test_install_twice():
     now = found()
     ds_mla_ulysses.install()
     assert all(a is b for a, b in zip(found(), now, strict=True))
-    found_settings = r"installed already, with sp_in_eval=False, strategy='packed', split='contiguous', head_chunks=1: call ds_mla_ulysses.uninstall"
+    found_settings = r"installed already, with sp_in_eval=False, strategy='packed', split='contiguous', head_chunks=1, checks='always': call ds_mla_ulysses.uninstall"
     for other in (dict(sp_in_eval=True), dict(strategy="gather_kv"), dict(strategy="gather_kv", split="head_tail")):
         with pytest.raises(RuntimeError, match=found_settings):
             ds_mla_ulysses.install(**other)
@@ -378,8 +378,7 @@ def own_loop(stage):
             num_items, total = handle.num_items(step), 0.0
             for i, batch in enumerate(step):
                 accelerator.gradient_state._set_sync_gradients(i == 1)
-                labels = batch.pop("shift_labels")
-                loss = handle.loss(engine(**batch).logits, labels, num_items=num_items)
+                loss = handle.loss(engine(**batch).logits, batch, num_items=num_items)
                 accelerator.backward(loss)
                 value = loss.detach().clone()
                 dist.all_reduce(value)
@@ -396,6 +395,68 @@ def test_a_loop_with_accelerate(size, stage):
     want = reference(Run("llama", args=(("gradient_accumulation_steps", 2),)), size // 2)
     for answer in run_ranks(size, own_loop, stage):
         assert_equal(answer, want)
+
+
+def documented_loop(stage, of_the_group):
+    """The loop of Accelerate's documentation and of its test_ds_alst_ulysses_sp.py, with one SGD step for each batch."""
+    import torch.distributed as dist
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from accelerate.utils import ParallelismConfig
+    from deepspeed.runtime.utils import move_to_device
+    from deepspeed.utils import groups
+
+    with installed():
+        model = tiny_model("llama", torch.float32)
+        config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 2}
+        config |= {"zero_allow_untested_optimizer": True}
+        sizes = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_shard_size=dist.get_world_size() // 2)
+        PartialState(cpu=True)
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), parallelism_config=sizes)
+        loader = torch.utils.data.DataLoader(samples(), batch_size=2, collate_fn=Collate())
+        before = parameters(model)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), loader)
+        unwrapped = accelerator.unwrap_model(model)
+        handle = ds_mla_ulysses.handle_of(model)
+        sp_group, sp_world_size = groups._get_sequence_parallel_group(), groups._get_sequence_parallel_world_size()
+        assert (sp_world_size, groups._get_sequence_parallel_rank()) == (2, handle.group.rank)
+        assert sp_group is handle.group.process_group
+        losses, norms = [], []
+        for _, batch in zip(range(3), loader, strict=False):
+            optimizer.zero_grad()
+            batch = move_to_device(batch, model.device)
+            outputs = model(**batch)
+            shift_labels = batch["shift_labels"]
+            loss = unwrapped.loss_function(
+                logits=outputs.logits, labels=None, shift_labels=shift_labels, vocab_size=unwrapped.config.vocab_size
+            )
+            if of_the_group:
+                losses_per_rank = torch.distributed.nn.functional.all_gather(loss, group=sp_group)
+                good_tokens = (shift_labels != -100).view(-1).sum()
+                good_tokens_per_rank = torch.distributed.nn.functional.all_gather(good_tokens, group=sp_group)
+                total_loss = sum(
+                    losses_per_rank[rank] * good_tokens_per_rank[rank]
+                    for rank in range(sp_world_size)
+                    if good_tokens_per_rank[rank] > 0
+                )
+                loss = total_loss / max(sum(good_tokens_per_rank), 1)
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            norms.append(accelerator.deepspeed_engine_wrapped.get_global_grad_norm())
+        after = parameters(unwrapped)
+        return {"losses": losses, "norms": norms, "change": {name: after[name] - before[name] for name in before}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_loop_that_accelerate_documents(stage):
+    """Its loss is one number on all ranks of the group, by a gather that is differentiable: it passes, and is right."""
+    want = reference(Run("llama"))
+    for answer in run_ranks(2, documented_loop, stage, True):
+        assert_equal(answer, want)
+
+
+def test_a_mean_of_one_ranks_tokens_in_that_loop():
+    raises_on_ranks(2, RuntimeError, "the loss is not that of the sequence-parallel group", documented_loop, 2, False)
 
 
 def register(how):

@@ -63,7 +63,8 @@ def step_of_mla(w, strategy, group, leaf):
     import torch
 
     import ds_mla_ulysses as dmu
-    from ds_mla_ulysses.layout.exchange import HeadsToTokens, gather_rows
+    from ds_mla_ulysses.layout.exchange import HeadsToTokens
+    from ds_mla_ulysses.layout.gather import gather_rows
 
     def local(q, k, v, first_query=0):
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + q.sum() + k.sum() + v.sum()

@@ -6,7 +6,7 @@ import torch
 from ds_mla_ulysses.comm.group import SequenceGroup
 from ds_mla_ulysses.layout.batch import shard_batch
 from ds_mla_ulysses.layout.shard import ShardLayout
-from ds_mla_ulysses.layout.split import by_rank, in_order, own_runs
+from ds_mla_ulysses.layout.split import by_rank, in_order, local_runs
 
 SPLITS = pytest.mark.parametrize("split", ["contiguous", "head_tail"])
 
@@ -21,17 +21,17 @@ def tokens(runs):
 
 def test_chunks_from_both_ends():
     """Two chunks of three tokens each, of twelve or twenty-four."""
-    assert [tokens(own_runs(g, 6)) for g in groups(2, "head_tail")] == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
-    assert own_runs(groups(2, "head_tail")[1], 6) == [slice(3, 9)]  # neighbours are one run
-    assert own_runs(groups(4, "head_tail")[1], 6) == [slice(3, 6), slice(18, 21)]
-    assert own_runs(groups(4, "contiguous")[1], 6) == [slice(6, 12)]
-    assert own_runs(groups(1, "head_tail")[0], 5) == [slice(0, 5)]
+    assert [tokens(local_runs(g, 6)) for g in groups(2, "head_tail")] == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
+    assert local_runs(groups(2, "head_tail")[1], 6) == [slice(3, 9)]  # neighbours are one run
+    assert local_runs(groups(4, "head_tail")[1], 6) == [slice(3, 6), slice(18, 21)]
+    assert local_runs(groups(4, "contiguous")[1], 6) == [slice(6, 12)]
+    assert local_runs(groups(1, "head_tail")[0], 5) == [slice(0, 5)]
 
 
 @SPLITS
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_every_token_has_one_rank_and_comes_back_in_order(size, split):
-    held = [tokens(own_runs(g, 4)) for g in groups(size, split)]
+    held = [tokens(local_runs(g, 4)) for g in groups(size, split)]
     gathered = torch.tensor(held).flatten()
     assert gathered.sort().values.tolist() == list(range(4 * size))
     for group in groups(size, split):
@@ -43,13 +43,13 @@ def test_every_token_has_one_rank_and_comes_back_in_order(size, split):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_causal_pairs_are_equal(size):
-    pairs = [sum(i + 1 for i in tokens(own_runs(g, 10))) for g in groups(size, "head_tail")]
+    pairs = [sum(i + 1 for i in tokens(local_runs(g, 10))) for g in groups(size, "head_tail")]
     assert len(set(pairs)) == 1 and sum(pairs) == 10 * size * (10 * size + 1) // 2
 
 
 def test_tokens_that_do_not_divide():
     with pytest.raises(ValueError, match="a rank has 5 tokens, .* into 2: pad the sequence to a multiple of 4"):
-        own_runs(groups(2, "head_tail")[0], 5)
+        local_runs(groups(2, "head_tail")[0], 5)
 
 
 @pytest.mark.parametrize("S", [1, 3, 12, 13, 15])
