@@ -23,6 +23,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +35,13 @@ from ..layout.shard import LAYOUT
 from .arguments import NotCopied, by_name
 from .families import AttentionModel, is_mla
 from .inputs import (
-    NO_ATTENTIONS,
     PROBLEM,
+    find_problem,
     impossible_tokens,
     is_recomputation,
     problem_of_impossible_tokens,
-    problem_of_layout,
-    problem_of_tokens,
     refused_of_model,
-    refused_of_text_model,
+    tokens_of,
 )
 from .kernel import LocalKernel, as_autocast
 from .latent_forward import DOCUMENTS
@@ -104,7 +103,7 @@ class ModelPatch(NotCopied):
         self.model, self.group, self.strategy, self.head_chunks = model, group, strategy, head_chunks
         self.plain_depth = 0
         self._text_model, self._layers, self._kernels = found.text_model, found.layers, kernels
-        self._implementation = found.text_model.config._attn_implementation
+        self._implementation = _config_of(found.text_model)._attn_implementation
         self._moba_kernels = [kernel for kernel in kernels if isinstance(kernel, MoBAKernel)]
         self._text_signature = inspect.signature(found.text_model.forward)
         self._model_signature = inspect.signature(model.forward)
@@ -148,11 +147,12 @@ class ModelPatch(NotCopied):
 
     def _apply_to_layer(self, layer: nn.Module, kernel: LocalKernel | MoBAKernel) -> None:
         # A shallow copy: whatever else is changed in the original's tables later is seen by both.
-        config = copy.copy(layer.config)
+        config = copy.copy(_config_of(layer))
         config._attn_implementation_internal = ATTENTION_NAME
         strategy = strategy_of(layer, kernel, self.group, self.strategy, self.head_chunks)
-        self._replace(layer, "_ulysses", _Layer(kernel, strategy, layer.expand_kv if is_mla(layer) else None))
-        if is_mla(layer):
+        expand_kv: Any = layer.expand_kv if is_mla(layer) else None
+        self._replace(layer, "_ulysses", _Layer(kernel, strategy, expand_kv))
+        if expand_kv is not None:
             self._replace(layer, "expand_kv", _keep_latents)
         for module, name, value in strategy.replaced:
             self._replace(module, name, value)
@@ -162,9 +162,9 @@ class ModelPatch(NotCopied):
         # Straight into the instance's dict: an assigned module would appear among the submodules.
         attributes = vars(module)
         if name in attributes:
-            self._undo.append(lambda old=attributes[name]: attributes.update({name: old}))
+            self._undo.append(partial(attributes.__setitem__, name, attributes[name]))
         else:
-            self._undo.append(lambda: attributes.pop(name))
+            self._undo.append(partial(attributes.__delitem__, name))
         attributes[name] = value
 
     def _before_model(
@@ -185,7 +185,7 @@ class ModelPatch(NotCopied):
         self, text_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gathers positions and padding once, and hands the documents down with this forward."""
-        if text_model.config._attn_implementation != self._implementation:
+        if _config_of(text_model)._attn_implementation != self._implementation:
             raise RuntimeError(
                 "the attention implementation of a parallelized model was changed: call handle.restore() first, then "
                 "set_attn_implementation, then parallelize."
@@ -195,34 +195,33 @@ class ModelPatch(NotCopied):
             self._refuse_training(args, kwargs)
             return args, kwargs
         given = by_name(self._text_signature, args, kwargs)
-        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-        problem = given.pop(PROBLEM, None) or refused_of_text_model(given)
-        if getattr(text_model.config, "output_attentions", False):
-            problem = problem or NO_ATTENTIONS
-        problem = problem or problem_of_tokens(ids, embeds)
-        inputs = ids if ids is not None else embeds
-        has_rows = isinstance(inputs, Tensor) and inputs.ndim >= 2
-        shape = tuple(inputs.shape[:2]) if has_rows else (0, 0)
-        problem = problem or problem_of_layout(layout, self.group, shape[1])
-        documents, positions = gather_documents(
+        documents, positions_BT = self._gather_documents(text_model, given, layout)
+        _LONGEST_POSITION.set(documents.longest_position if self.group.size > 1 else None)
+        # transformers hands a four-dimensional mask on as it is, so no mask of S x S or T x T is made.
+        no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=positions_BT.device)
+        given |= {"position_ids": positions_BT, "attention_mask": no_mask, "use_cache": False, DOCUMENTS: documents}
+        return (), given
+
+    def _gather_documents(self, text_model: nn.Module, given: dict[str, Any], layout: Any) -> tuple[Documents, Tensor]:
+        """The documents of the whole sequences and the local positions; raises on all ranks if one has a problem."""
+        problem = given.pop(PROBLEM, None) or find_problem(text_model, given, layout, self.group)
+        tokens = tokens_of(given)  # None only if there is a problem
+        ids = given.get("input_ids") if problem is None else None
+        trains = tokens is not None and torch.is_grad_enabled() and tokens.requires_grad
+        return gather_documents(
             given.get("position_ids"),
             given.get("attention_mask"),
-            shape,
-            inputs.device if has_rows else torch.device("cpu"),
+            (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1]),
+            torch.device("cpu") if tokens is None else tokens.device,
             self.group,
             problem,
             {
-                "inputs require gradients": has_rows and torch.is_grad_enabled() and inputs.requires_grad,
+                "inputs require gradients": trains,
                 "set_moba was called": tuple(kernel.is_full for kernel in self._moba_kernels),
             },
-            None if problem or ids is None else impossible_tokens(text_model, ids),
+            None if ids is None else impossible_tokens(text_model, ids),
             lambda: None if ids is None else problem_of_impossible_tokens(text_model, ids),
         )
-        _LONGEST_POSITION.set(documents.longest_position if self.group.size > 1 else None)
-        # transformers hands a four-dimensional mask on as it is, so none of S x S or T x T is made.
-        no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.device)
-        given |= {"position_ids": positions, "attention_mask": no_mask, "use_cache": False, DOCUMENTS: documents}
-        return (), given
 
     def _after_text_model(self, text_model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         _LONGEST_POSITION.set(None)
@@ -265,6 +264,10 @@ def _cut_longest_position(rotary: nn.Module, args: tuple[Any, ...], out: Any) ->
     if _LONGEST_POSITION.get() is None:
         return None
     return tuple(x[:, :-1] for x in out) if isinstance(out, tuple) else out[:, :-1]
+
+
+def _config_of(module: nn.Module) -> Any:
+    return module.config
 
 
 def _depends_on_longest(module: nn.Module) -> bool:
