@@ -1,4 +1,4 @@
-"""The part that the MLA classes which exchange heads have in common: their constructor and their head chunks.
+"""The base of the MLA classes that exchange heads: their constructor and their head chunks.
 
 Shape letters:
     B batch                             N key width without position
@@ -26,7 +26,7 @@ from .expansion import Expand, Latents
 
 
 class MLAHeadExchange(SequenceAttention):
-    """The base of `UlyssesMLAAttention` and `LatentKVMLAAttention`, whose ranks attend with some of the heads each."""
+    """The base of `UlyssesMLAAttention` and `LatentKVMLAAttention`, in which each rank attends with some of the heads."""
 
     def __init__(
         self,

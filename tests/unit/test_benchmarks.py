@@ -51,6 +51,15 @@ def test_train_step(model, stage):
     assert len(set(stock)) == 5  # it trains, and on other tokens each time
 
 
+def test_host():
+    status, found = run("host.py", "--repetitions", "2", "--ranks", "2")
+    assert status == 0 and found["ranks"] == 2
+    rows = {row.pop("class"): row for row in found["rows"]}
+    assert list(rows) == ["UlyssesMLAAttention", "LatentKVMLAAttention", "GatherKVMLAAttention", "UlyssesAttention"]
+    for row in rows.values():
+        assert 0 < row["forward_us"] < row["both_us"] and 0 < row["forward_calls"] < row["both_calls"]
+
+
 def test_head_chunks():
     words = ["--tokens", "64", "--pairs", "1", "--preset", "deepseek-v2-lite", "--chunks", "1", "2", "4"]
     status, found = run("head_chunks.py", *words, "--memory-tokens", "8192")
