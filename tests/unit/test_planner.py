@@ -138,6 +138,19 @@ def test_bytes_are_those_that_the_meter_counts():
         assert tuple(got) == sent_elements(widths, strategy, ranks, rank), (widths, strategy, ranks, rank)
 
 
+def test_every_strategy_has_two_homes():
+    """One file with its numbers and rules, and one with the classes of the layers that it supports."""
+    assert all(name == rules.name for name, rules in STRATEGIES.items())
+    assert {layer.rules.name for layer in LAYER_STRATEGIES} == set(STRATEGIES)
+    for name, rules in STRATEGIES.items():
+        layers = [layer for layer in LAYER_STRATEGIES if layer.rules.name == name]
+        assert len(layers) == len(rules.descriptions) and {type(layer.rules) for layer in layers} == {type(rules)}
+        assert type(rules).__module__ == f"ds_mla_ulysses.planner.strategies.{name}"
+        assert {layer.__module__ for layer in layers} == {f"ds_mla_ulysses.hf.strategies.{name}"}
+        for folder in ("planner", "hf"):
+            assert len((PACKAGE / folder / "strategies" / f"{name}.py").read_text().splitlines()) <= 250
+
+
 def test_attention_classes_support_the_splits_of_their_strategy():
     for layer in LAYER_STRATEGIES:
         assert layer.attention_class.splits == layer.rules.splits, layer

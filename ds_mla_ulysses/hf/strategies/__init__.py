@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from ...attention.chunks import HeadChunks, check_count
-from ...attention.gather import GatherKVAttention, GatherKVMLAAttention
 from ...comm.group import SequenceGroup
 from ...layout.heads import HeadPartition
 from ...layout.widths import HeadWidths, MLAWidths
 from ...planner.auto import Auto, decide
 from ...planner.models import widths_of_config
-from ...planner.strategies import STRATEGIES, GatherKV, names_that_call_projections_whole, names_with_split, one_of
+from ...planner.strategies import STRATEGIES, names_that_call_projections_whole, names_with_split, one_of
 from ...planner.work import Work
 from ..families import UnsupportedModelError, is_mla
 from ..kernel import LocalKernel
 from ..moba import MoBAKernel
-from .base import HeadsLayer, LayerStrategy, MLALayer
+from .base import LayerStrategy
+from .gather_kv import GatherKVHeadsLayer, GatherKVMLALayer
 from .latent_kv import LatentKVLayer
 from .latent_qkv import LatentQKVLayer
 from .packed import PackedHeadsLayer, PackedMLALayer
-
-
-class GatherKVHeadsLayer(HeadsLayer):
-    """Keys and values of all heads are gathered."""
-
-    rules, attention_class = GatherKV(), GatherKVAttention
-
-
-class GatherKVMLALayer(MLALayer):
-    """KV latents and the RoPE key are gathered, and each rank expands all heads of all tokens."""
-
-    rules, attention_class = GatherKV(), GatherKVMLAAttention
-    attention: GatherKVMLAAttention
-
-    def attend(self, query_BTHK: Tensor, latent_B1TL: Tensor, key_B1TR: Tensor, settings: dict[str, Any]) -> Tensor:
-        shared = latent_B1TL.squeeze(1), key_B1TR.squeeze(1)
-        # Rows of the projection are only used for head chunks. All heads at once come from the whole projection, which
-        # may have an adapter.
-        expand = self.expand if self.replaced else self._expand_whole
-        return self.attention(query_BTHK, *shared, expand=expand, **settings)
-
-    def _expand_whole(self, latent_BSL: Tensor, heads: slice) -> Tensor:
-        return self.expand_all(latent_BSL)
-
 
 #: The class of each strategy and kind of layer.
 LAYER_STRATEGIES: tuple[type[LayerStrategy], ...] = (
