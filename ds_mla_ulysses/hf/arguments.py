@@ -1,4 +1,4 @@
-"""Arguments of a module's call, whichever way they were given; and what a patched module alone may have."""
+"""The arguments of a module's call by name, and a base for objects that must not be copied with a patched model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from torch import Tensor
 
 
 class NotCopied:
-    """What belongs to a patched model alone: a copy would share its process group, its hooks or its weights."""
+    """An object that belongs to one patched model. A copy would share its process group, its hooks or its weights.
+
+    Raises:
+        RuntimeError: the object is copied or pickled.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("a parallelized model cannot be copied or pickled: call handle.restore() first.")
 
 
-def by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by keyword."""
+def by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns all arguments of a call by name, whether they were passed by position or by keyword."""
     bound = dict(signature.bind_partial(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -25,5 +29,5 @@ def by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -
 
 
 def is_given(value: Any) -> bool:
-    """Whether an argument was given, and not switched off."""
+    """Says whether an argument was given and is not switched off (None, False or 0)."""
     return isinstance(value, Tensor) or (value is not None and value is not False and value != 0)

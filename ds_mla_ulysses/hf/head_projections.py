@@ -1,22 +1,29 @@
-"""A linear projection of some heads only: the rows of its weight that belong to them.
+"""Linear projections that are computed for some heads only, from the rows of the weight that belong to those heads.
 
-Letters: H heads · M some of them · D output width of a head · L input width.
+Shape letters: H heads · M some of the heads · D output width of a head · L input width.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..planner.strategies import names_that_call_projections_whole, one_of
 from .arguments import NotCopied
 
 
 class WithHeads(NotCopied):
-    """A forward for `linear`, whose output are `heads` heads: `linear(x, heads=slice)` gives those, else all.
+    """A forward for a linear projection to heads: `linear(x, heads=slice)` computes those heads, `linear(x)` all of them.
 
-    It is called as the module is, so that hooks fire, which gather the weight under ZeRO-3. The heads go by keyword,
-    which leaves a hook's arguments as they are.
+    It is called through the module, so hooks fire; under ZeRO-3 they gather the weight. The heads are passed by keyword,
+    which leaves the positional arguments that hooks see as they are.
+
+    Args:
+        linear: weight [H*D, L].
+        heads: H.
     """
 
     def __init__(self, linear: nn.Linear, heads: int) -> None:
@@ -30,35 +37,46 @@ class WithHeads(NotCopied):
 
 
 def project(module: nn.Module, name: str, x: Tensor, heads: slice) -> Tensor:
-    """Some heads of a projection that has such a forward.
+    """Computes some heads of a projection whose forward is a `WithHeads`.
+
+    Args:
+        module: the attention module.
+        name: of the projection in the module.
+        x: [..., L].
+        heads: M consecutive heads.
+
+    Returns:
+        [..., M*D].
 
     Raises:
-        RuntimeError: it has been replaced since, by an adapter.
+        RuntimeError: the projection was replaced after the model was parallelized, for example by an adapter.
     """
     projection = module._modules[name]
     if type(projection) is not nn.Linear:
         raise RuntimeError(
             f"{type(module).__name__}.{name} was replaced after parallelize, which takes rows of its weight: put adapters "
-            "on the model before it is parallelized, with strategy='packed' or 'gather_kv'."
+            "on the model before it is parallelized, with strategy="
+            f"{one_of(names_that_call_projections_whole())}."
         )
-    return projection(x, heads=heads)
+    computed: Tensor = projection(x, heads=heads)
+    return computed
 
 
 class LinearRows(torch.autograd.Function):
-    """x [..., L] and weight [H*D, L] -> [..., M*D], of the rows from `start` to `stop`.
+    """x [..., L] and weight [H*D, L] -> [..., M*D], with the rows of the weight from `start` to `stop`.
 
-    Keeps x and the parameters themselves, not a part of the weight: under ZeRO-3 that would hold the gathered weight
-    until backward. Backward: a gradient of the whole weight, zeros in the other rows.
+    It saves x and the whole parameters, not a slice of the weight: under ZeRO-3 a slice would keep the gathered weight
+    alive until backward. Backward: a gradient of the whole weight, with zeros in the other rows.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.rows = slice(start, stop)
         return F.linear(x, weight[ctx.rows], None if bias is None else bias[ctx.rows])
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:

@@ -1,18 +1,31 @@
 """The planner: its bytes are the meter's, its numbers those of the models, and its choice has a reason."""
 
+import ast
 import json
 import re
+from pathlib import Path
 
 import pytest
 from rank_pool import run_ranks
 
+import ds_mla_ulysses
 from ds_mla_ulysses.cli import main
 from ds_mla_ulysses.hf.configs import find_widths
+from ds_mla_ulysses.hf.strategies import LAYER_STRATEGIES
+from ds_mla_ulysses.layout.heads import HeadPartition
 from ds_mla_ulysses.layout.widths import HeadWidths, MLAWidths
 from ds_mla_ulysses.planner.cost import choose, estimate, estimates, sent_elements
 from ds_mla_ulysses.planner.models import PRESETS
+from ds_mla_ulysses.planner.strategies import (
+    STRATEGIES,
+    names_that_call_projections_whole,
+    names_with_split,
+    one_of,
+    table,
+)
 from ds_mla_ulysses.planner.work import Machine, Work
 
+PACKAGE = Path(ds_mla_ulysses.__file__).parent
 V3 = PRESETS["deepseek-v3"]
 
 
@@ -124,6 +137,112 @@ def test_bytes_are_those_that_the_meter_counts():
     assert status == "ok", answer[1]
     for (widths, strategy, ranks, rank), got in zip(CASES, answer[0], strict=True):
         assert tuple(got) == sent_elements(widths, strategy, ranks, rank), (widths, strategy, ranks, rank)
+
+
+def test_every_strategy_has_two_homes():
+    """One file with its numbers and rules, and one with the classes of the layers that it supports."""
+    assert all(name == rules.name for name, rules in STRATEGIES.items())
+    assert {layer.rules.name for layer in LAYER_STRATEGIES} == set(STRATEGIES)
+    for name, rules in STRATEGIES.items():
+        layers = [layer for layer in LAYER_STRATEGIES if layer.rules.name == name]
+        assert len(layers) == len(rules.descriptions) and {type(layer.rules) for layer in layers} == {type(rules)}
+        assert type(rules).__module__ == f"ds_mla_ulysses.planner.strategies.{name}"
+        assert {layer.__module__ for layer in layers} == {f"ds_mla_ulysses.hf.strategies.{name}"}
+        for folder in ("planner", "hf"):
+            assert len((PACKAGE / folder / "strategies" / f"{name}.py").read_text().splitlines()) <= 250
+
+
+def test_attention_classes_support_the_splits_of_their_strategy():
+    for layer in LAYER_STRATEGIES:
+        assert layer.attention_class.splits == layer.rules.splits, layer
+
+
+def names_asked_for(tree):
+    """Strings that code compares with, looks up, or matches by."""
+    for node in ast.walk(tree):
+        asked = []
+        if isinstance(node, ast.Compare):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.Dict):
+            asked = node.keys
+        elif isinstance(node, ast.Subscript):
+            asked = [node.slice]
+        elif isinstance(node, ast.MatchValue):
+            asked = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            asked = node.args if node.func.attr in ("startswith", "endswith", "get", "index", "count") else []
+        for part in asked:
+            for constant in ast.walk(part) if part is not None else ():
+                if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+                    yield constant.value
+
+
+@pytest.mark.parametrize(
+    "line,found",
+    [
+        ("a = x == 'packed'", True),
+        ("a = 'latent_kv' != x", True),
+        ("a = x in ('auto', 'gather_kv')", True),
+        ("a = {'packed': 1}", True),
+        ("a = numbers['packed']", True),
+        ("a = x.startswith('latent')", True),
+        ("def f(strategy='packed'): return f(strategy='gather_kv')", False),
+    ],
+)
+def test_names_of_strategies_are_found(line, found):
+    assert any(asks_for_a_strategy(name) for name in names_asked_for(ast.parse(line))) == found
+
+
+def asks_for_a_strategy(text):
+    return any(name.startswith(text) or name.endswith(text) for name in STRATEGIES if len(text) > 2)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nobody_asks_for_a_strategy_by_its_name(path):
+    assert not [name for name in names_asked_for(ast.parse(path.read_text())) if asks_for_a_strategy(name)]
+
+
+def value_of(formula, widths, ranks, rank):
+    """The elements that a formula of the documentation's table gives for one rank."""
+    letters = {"H": widths.heads, "K": widths.key, "V": widths.value, "n": ranks}
+    if isinstance(widths, MLAWidths):
+        letters |= {"P": widths.nope + widths.value, "R": widths.rope, "L": widths.latent, "Q": widths.query_latent}
+    else:
+        letters |= {"G": widths.kv_heads}
+        kv_heads = HeadPartition(widths.kv_heads, ranks, widths.heads).count if ranks <= widths.heads else None
+        letters |= {"J": kv_heads}
+    letters |= {"M": HeadPartition(widths.heads, ranks).count if ranks <= widths.heads else None, "r": rank}
+    total = 0
+    for term in re.split(r" \+ (?![^\[]*\])", formula):
+        # Factors that stand side by side are multiplied: M(p)(K+P) is M(p)*(K+P).
+        product = re.sub(r"(?<=[A-Z)\]])(?=[A-Z(\[])", "*", term.removeprefix("Σ ")).translate(
+            str.maketrans("[]", "()")
+        )
+        product = re.sub(r"([MJ])\*\(", r"\1(", product)
+        over = [p for p in range(ranks) if p != rank] if term.startswith("Σ") else [rank]
+        total += sum(eval(product, {"__builtins__": {}}, letters | {"p": p}) for p in over)
+    return total
+
+
+def test_formulas_of_the_table_are_those_of_the_code():
+    for widths, strategy, ranks, rank in CASES:
+        rules = STRATEGIES[strategy]
+        described = rules.descriptions[0 if isinstance(widths, MLAWidths) else -1]
+        want = tuple(value_of(formula, widths, ranks, rank) for formula in (described.forward, described.backward))
+        assert rules.sent_elements(widths, ranks, rank) == want, (strategy, widths, ranks, rank)
+
+
+def test_table():
+    lines = table().splitlines()
+    assert len(lines) == 2 + sum(len(rules.descriptions) for rules in STRATEGIES.values())
+    assert lines[0].startswith("| strategy | layers |") and len({line.count("|") for line in lines}) == 1
+    assert [line.split("`")[1] for line in lines[2:]] == [n for n, s in STRATEGIES.items() for _ in s.descriptions]
+
+
+def test_sentences_that_name_strategies():
+    assert names_with_split("head_tail") == ["gather_kv"] and names_with_split("contiguous") == list(STRATEGIES)
+    assert names_that_call_projections_whole() == ["packed", "gather_kv"]
+    assert one_of(["a"]) == "'a'" and one_of(["a", "b"]) == "'a' or 'b'" and one_of("abc") == "'a', 'b' or 'c'"
 
 
 def test_keys_and_values_of_all_heads():
