@@ -67,9 +67,8 @@ def _source_of(function):
         seen.add(found)
         sources.append(inspect.getsource(found))
         names = set(re.findall(r"\w+", sources[-1]))
-        todo += [
-            value
-            for name, value in vars(sys.modules[found.__module__]).items()
-            if name in names and inspect.isfunction(value) and value.__module__ == found.__module__
-        ]
+        for name, value in vars(sys.modules[found.__module__]).items():
+            value = getattr(value, "_fixture_function", value)
+            if name in names and inspect.isfunction(value) and value.__module__ == found.__module__:
+                todo.append(value)
     return "\n".join(sources)
