@@ -119,7 +119,7 @@ def _return_tokens(grads: Sequence[Tensor], size: int, rank: int, group: str, ba
     write_side_by_side([x[:rank] for x in grads_PTBGD], wire[:rank])
     write_side_by_side([x[rank + 1 :] for x in grads_PTBGD], wire[rank:])
 
-    arrived, sent = torch.empty_like(wire), [wire[0].numel()] * size
+    arrived, sent = torch.empty_like(wire), [T * B * sum(widths)] * size
     sent[rank] = 0
     all_to_all(arrived.view(-1), wire.view(-1), sent, sent, rank, group, "backward")
 
