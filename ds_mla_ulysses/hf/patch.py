@@ -51,14 +51,29 @@ from .strategies import LayerStrategy, strategy_of
 #: Our entry in transformers' attention functions. It must not contain "flash", for which transformers looks.
 ATTENTION_NAME = "ds_mla_ulysses"
 
-#: The longest position of the sequence-parallel forward that runs in this thread, for its rotary embeddings.
-_LONGEST_POSITION: ContextVar[Tensor | None] = ContextVar("ulysses_longest_position", default=None)
+
+@dataclass(frozen=True)
+class _Forward:
+    """A sequence-parallel forward of a text model, while it runs.
+
+    Attributes:
+        patch: of the model.
+        longest_position: int64 scalar on the device, for rotary embeddings; None in a group of one.
+    """
+
+    patch: ModelPatch
+    longest_position: Tensor | None
+
+
+#: The sequence-parallel forward that runs in this thread. It ends with the text model's forward, before any backward.
+_RUNNING: ContextVar[_Forward | None] = ContextVar("ulysses_forward", default=None)
 
 
 @dataclass(frozen=True)
 class _Layer(NotCopied):
     """What the attention function needs to know of one patched module."""
 
+    patch: ModelPatch
     kernel: LocalKernel | MoBAKernel
     strategy: LayerStrategy
     expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # of MLA
@@ -71,12 +86,23 @@ def _attention(
     layer: _Layer = vars(module)["_ulysses"]
     documents: Documents | None = kwargs.pop(DOCUMENTS, None)
     if documents is None:  # a forward of the plain model, or a layer called by itself
+        if not torch.compiler.is_compiling():
+            _refuse_lost_documents(module, layer)
         if layer.expand_kv is not None:
             key, value = layer.expand_kv(key, value)
         return layer.kernel.plain(query, key, value, attention_mask, **kwargs)
     settings = layer.kernel.settings(documents, **kwargs)
     query, key, value = as_autocast(query, key, value)
     return layer.strategy.attend(query.transpose(1, 2), key, value, settings), None
+
+
+def _refuse_lost_documents(module: nn.Module, layer: _Layer) -> None:
+    running = _RUNNING.get()
+    if running is not None and running.patch is layer.patch:
+        raise RuntimeError(
+            f"{type(module).__name__} was called without the keyword arguments of the model's forward, so it would attend to "
+            "one rank's tokens only: train this model without sequence parallelism."
+        )
 
 
 def _keep_latents(kv_nope_B1TL: Tensor, k_rot_B1TR: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +177,7 @@ class ModelPatch(NotCopied):
         config._attn_implementation_internal = ATTENTION_NAME
         strategy = strategy_of(layer, kernel, self.group, self.strategy, self.head_chunks)
         expand_kv: Any = layer.expand_kv if is_mla(layer) else None
-        self._replace(layer, "_ulysses", _Layer(kernel, strategy, expand_kv))
+        self._replace(layer, "_ulysses", _Layer(self, kernel, strategy, expand_kv))
         if expand_kv is not None:
             self._replace(layer, "expand_kv", _keep_latents)
         for module, name, value in strategy.replaced:
@@ -196,7 +222,7 @@ class ModelPatch(NotCopied):
             return args, kwargs
         given = by_name(self._text_signature, args, kwargs)
         documents, positions_BT = self._gather_documents(text_model, given, layout)
-        _LONGEST_POSITION.set(documents.longest_position if self.group.size > 1 else None)
+        _RUNNING.set(_Forward(self, documents.longest_position if self.group.size > 1 else None))
         # transformers hands a four-dimensional mask on as it is, so no mask of S x S or T x T is made.
         no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=positions_BT.device)
         given |= {"position_ids": positions_BT, "attention_mask": no_mask, "use_cache": False, DOCUMENTS: documents}
@@ -224,7 +250,7 @@ class ModelPatch(NotCopied):
         )
 
     def _after_text_model(self, text_model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        _LONGEST_POSITION.set(None)
+        _RUNNING.set(None)
 
     def _refuse_training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises RuntimeError if a forward without a layout would train on this rank's tokens alone.
@@ -244,13 +270,18 @@ class ModelPatch(NotCopied):
             )
 
 
+def _longest_position() -> Tensor | None:
+    running = _RUNNING.get()
+    return None if running is None else running.longest_position
+
+
 # Dynamic and long rope choose their frequencies by the longest position in the batch, which a rank may not have. It is
 # appended as one more token, whose embedding is cut off again.
 @torch.compiler.disable
 def _add_longest_position(
     rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    longest = _LONGEST_POSITION.get()
+    longest = _longest_position()
     if longest is None:
         return None
     arguments = by_name(inspect.signature(rotary.forward), args, kwargs)
@@ -261,7 +292,7 @@ def _add_longest_position(
 
 @torch.compiler.disable
 def _cut_longest_position(rotary: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-    if _LONGEST_POSITION.get() is None:
+    if _longest_position() is None:
         return None
     return tuple(x[:, :-1] for x in out) if isinstance(out, tuple) else out[:, :-1]
 

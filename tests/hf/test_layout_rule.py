@@ -237,6 +237,28 @@ def test_one_exchange_and_one_wait_for_each_forward(strategy, kind):
         assert of_setup == {("all_gather", "setup"): 2 + 3 * (strategy == "latent_qkv")}
 
 
+def loses_documents():
+    """A decoder layer that does not hand its keyword arguments on."""
+    from types import MethodType
+
+    model, handle = parallel()
+    attention = model.model.layers[1].self_attn
+    forward = type(attention).forward
+
+    def without_documents(self, *args, ulysses_documents=None, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    attention.forward = MethodType(without_documents, attention)
+    with torch.no_grad():
+        model(input_ids=random_batch(1, 8)["input_ids"])  # plain, it is right
+    model(**handle.shard(random_batch(1, 8)).inputs)
+
+
+def test_a_layer_without_its_documents():
+    message = "LlamaAttention was called without the keyword arguments of the model's forward"
+    raises_on_ranks(2, RuntimeError, message, loses_documents)
+
+
 def fails_at(step):
     """A patch whose n-th replacement fails leaves the model as it was, and it can be parallelized again."""
     from unittest import mock
