@@ -243,6 +243,9 @@ class ModelPatch(NotCopied):
             problem,
             {
                 "inputs require gradients": trains,
+                "gradients were enabled": torch.is_grad_enabled(),
+                "activation checkpointing was enabled": _is_checkpointing(text_model),
+                "autocast was enabled": _autocast_dtype(tokens),
                 "set_moba was called": tuple(kernel.is_full for kernel in self._moba_kernels),
             },
             None if ids is None else impossible_tokens(text_model, ids),
@@ -295,6 +298,17 @@ def _cut_longest_position(rotary: nn.Module, args: tuple[Any, ...], out: Any) ->
     if _longest_position() is None:
         return None
     return tuple(x[:, :-1] for x in out) if isinstance(out, tuple) else out[:, :-1]
+
+
+def _is_checkpointing(text_model: nn.Module) -> bool:
+    # Before transformers 5.20 it had the second name, which later ones warn of.
+    name = "is_activation_checkpointing"
+    return bool(getattr(text_model, name if hasattr(text_model, name) else "is_gradient_checkpointing", False))
+
+
+def _autocast_dtype(tokens: Tensor | None) -> torch.dtype | None:
+    device = "cpu" if tokens is None else tokens.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _config_of(module: nn.Module) -> Any:

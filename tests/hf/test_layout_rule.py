@@ -166,7 +166,7 @@ def test_layouts_survive(how):
 
 
 def misused(what):
-    _model, handle = parallel()
+    model, handle = parallel()
     shard = handle.shard(random_batch(1, 8))
     logits = torch.zeros(1, 4, 128)
     if what == "labels in place of the shard":
@@ -177,6 +177,24 @@ def misused(what):
         handle.loss(logits, handle.shard(batch))
     if what == "sharded twice":
         handle.shard(shard.as_batch())
+    if what == "another num_items":
+        handle.loss(logits, shard, num_items=3 + handle.group.rank)
+    if what == "num_items on one rank":
+        handle.loss(logits, shard, num_items=3 if handle.group.rank else None)
+    if what == "other weights":
+        with torch.no_grad():
+            list(model.parameters())[-1][0].add_(1e-3 * handle.group.rank)
+        handle.loss(logits, shard)
+    if what == "gradients on one rank":
+        with torch.set_grad_enabled(handle.group.rank == 0):
+            model(**shard.inputs)
+    if what == "checkpointing on one rank" and handle.group.rank:
+        model.gradient_checkpointing_enable()
+    if what == "checkpointing on one rank":
+        model(**shard.inputs)
+    if what == "autocast on one rank":
+        with torch.autocast("cpu", enabled=handle.group.rank == 0):
+            model(**shard.inputs)
     if what == "restored":
         handle.restore()
         handle.loss(logits, shard)
@@ -188,6 +206,12 @@ def misused(what):
         ("labels in place of the shard", TypeError, "give the shard, .* not a Tensor"),
         ("no labels", ValueError, "the shard has no labels"),
         ("sharded twice", ValueError, "is a shard already"),
+        ("another num_items", ValueError, "num_items differs between the ranks .* mean is 3.5"),
+        ("num_items on one rank", ValueError, "num_items differs between the ranks"),
+        ("other weights", ValueError, "the weights of ranks 0 and 1 .* differ: load or seed the model alike"),
+        ("gradients on one rank", ValueError, "gradients were enabled on some ranks"),
+        ("checkpointing on one rank", ValueError, "activation checkpointing was enabled on some ranks"),
+        ("autocast on one rank", ValueError, "autocast was enabled on some ranks"),
         ("restored", RuntimeError, r"handle.restore\(\) was called"),
     ],
 )
