@@ -35,7 +35,7 @@ from ..planner.strategies import STRATEGIES
 from ..planner.work import Work
 from .families import UnsupportedModelError, is_mla, names_of
 from .head_projections import WithHeads, project
-from .kernel import LocalKernel
+from .local_attention import LocalAttention
 from .latent_forward import check_forward, on_latents
 from .moba import MoBAKernel
 
@@ -85,7 +85,7 @@ def check_strategy(strategy: str | Auto, split: str, head_chunks: int) -> Auto |
 
 
 def decide_strategy(
-    auto: Auto, model: nn.Module, kernels: Sequence[LocalKernel | MoBAKernel], group: SequenceGroup, head_chunks: int
+    auto: Auto, model: nn.Module, kernels: Sequence[LocalAttention | MoBAKernel], group: SequenceGroup, head_chunks: int
 ) -> tuple[str, str]:
     """The strategy of a model's layers and why, the same on all ranks; every rank of the job has to call it.
 

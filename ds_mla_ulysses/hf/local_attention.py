@@ -27,7 +27,7 @@ _REFUSED = ("position_bias", "head_mask", "indices", "block_indices")
 _WINDOW_BLOCK = 256
 
 
-class LocalKernel:
+class LocalAttention:
     """Calls one Hugging Face attention function with documents and window in the form that it takes.
 
     sdpa: one causal call per document, so that no S x S mask ever exists; with a window, one call per
@@ -84,7 +84,7 @@ class LocalKernel:
                 "'eager' in MoBAConfig.dense."
             )
         passed_on = {name: kwargs[name] for name in ("softcap", "s_aux") if kwargs.get(name) is not None}
-        return {"documents": documents, "scaling": scaling, "window": sliding_window, **passed_on}
+        return {"documents": documents, "scale": scaling, "window": sliding_window, **passed_on}
 
     # Documents are Python numbers: traced, each layout would be a graph of its own.
     @torch.compiler.disable
@@ -95,7 +95,7 @@ class LocalKernel:
         v: Tensor,
         *,
         documents: Documents,
-        scaling: float | None,
+        scale: float | None,
         window: int | None = None,
         first_query: int = 0,
         **settings: Any,
@@ -111,7 +111,7 @@ class LocalKernel:
         own = {"num_key_value_groups": q.shape[2] // k.shape[2]}
         if settings.get("s_aux") is not None:
             own["sinks"] = settings["s_aux"]
-        call = _Call(self.function, _StandIn(self.module, config=self.config, **own), scaling, settings)
+        call = _Call(self.function, _StandIn(self.module, config=self.config, **own), scale, settings)
         return self._attend(call, *(x.transpose(1, 2) for x in (q, k, v)), documents, window, first_query)
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -190,12 +190,12 @@ class _Call:
 
     function: Callable[..., tuple[Tensor, Any]]
     module: _StandIn
-    scaling: float | None
+    scale: float | None
     settings: dict[str, Any]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Tensor:
         kwargs |= self.settings
-        return self.function(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)[0]
+        return self.function(self.module, q, k, v, mask, dropout=0.0, scaling=self.scale, **kwargs)[0]
 
 
 def _one_row(x_BHSD: Tensor, rows: list[slice]) -> Tensor:
@@ -222,7 +222,7 @@ def _causal(call: _Call, q: Tensor, k: Tensor, v: Tensor, window: int | None) ->
         return call(q, k, v, None, is_causal=False)
     if has_flash(device):  # one block holds the document
         heads_last = (x.transpose(1, 2) for x in (q, k, v))
-        return moba_attention(*heads_last, keys, 1, scale=call.scaling, implementation="torch")
+        return moba_attention(*heads_last, keys, 1, scale=call.scale, implementation="torch")
     return call(q, k, v, causal_lower_right(n, keys), is_causal=False)
 
 
