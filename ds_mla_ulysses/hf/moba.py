@@ -22,7 +22,7 @@ from ..comm.group import SequenceGroup
 from ..layout.documents import Documents, gather_documents
 from ..moba import MoBAConfig, moba_attention
 from .families import attention_layers, refuse_lost_window
-from .local_attention import LocalAttention, as_autocast, without_padding
+from .local_attention import LayerKernel, LocalAttention, as_autocast, without_padding
 
 #: The attribute of a model's config that stores the MoBA settings which change the model's output.
 CONFIG_KEY = "moba"
@@ -341,7 +341,7 @@ def implementations_of(config: Any) -> tuple[str, ...]:
     return config._attn_implementation, *dense
 
 
-def kernel_of(layer: nn.Module, config: Any) -> LocalAttention | MoBAKernel:
+def kernel_of(layer: nn.Module, config: Any) -> LayerKernel:
     """Returns the local attention of the implementation that a config names."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

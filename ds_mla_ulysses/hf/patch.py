@@ -44,7 +44,7 @@ from .inputs import (
     refused_of_model,
     refused_of_text_model,
 )
-from .local_attention import LocalAttention, as_autocast
+from .local_attention import LayerKernel, as_autocast
 from .latent_forward import DOCUMENTS
 from .moba import MoBAKernel
 from .strategies import LayerStrategy, strategy_of
@@ -60,7 +60,7 @@ _LONGEST_POSITION: ContextVar[Tensor | None] = ContextVar("ulysses_longest_posit
 class _Layer(NotCopied):
     """What the attention function needs to know of one patched module."""
 
-    kernel: LocalAttention | MoBAKernel
+    kernel: LayerKernel
     strategy: LayerStrategy
     expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # of MLA
 
@@ -97,7 +97,7 @@ class ModelPatch(NotCopied):
         model: nn.Module,
         found: AttentionModel,
         group: SequenceGroup,
-        kernels: Sequence[LocalAttention | MoBAKernel],
+        kernels: Sequence[LayerKernel],
         strategy: str,
         head_chunks: int,
     ) -> None:
@@ -146,7 +146,7 @@ class ModelPatch(NotCopied):
         for name, value in attributes.items():
             self._replace(text_model, name, value)
 
-    def _apply_to_layer(self, layer: nn.Module, kernel: LocalAttention | MoBAKernel) -> None:
+    def _apply_to_layer(self, layer: nn.Module, kernel: LayerKernel) -> None:
         # A shallow copy: whatever else is changed in the original's tables later is seen by both.
         config = copy.copy(layer.config)
         config._attn_implementation_internal = ATTENTION_NAME

@@ -35,7 +35,7 @@ from ..planner.strategies import STRATEGIES
 from ..planner.work import Work
 from .families import UnsupportedModelError, is_mla, names_of
 from .head_projections import WithHeads, project
-from .local_attention import LocalAttention
+from .local_attention import LayerKernel
 from .latent_forward import check_forward, on_latents
 from .moba import MoBAKernel
 
@@ -85,7 +85,7 @@ def check_strategy(strategy: str | Auto, split: str, head_chunks: int) -> Auto |
 
 
 def decide_strategy(
-    auto: Auto, model: nn.Module, kernels: Sequence[LocalAttention | MoBAKernel], group: SequenceGroup, head_chunks: int
+    auto: Auto, model: nn.Module, kernels: Sequence[LayerKernel], group: SequenceGroup, head_chunks: int
 ) -> tuple[str, str]:
     """The strategy of a model's layers and why, the same on all ranks; every rank of the job has to call it.
 
@@ -165,7 +165,7 @@ def _rows_taken(strategy: str, head_chunks: int) -> tuple[str, ...]:
 
 
 def strategy_of(
-    layer: nn.Module, kernel: Callable[..., Tensor], group: SequenceGroup, strategy: str, head_chunks: int = 1
+    layer: nn.Module, kernel: LayerKernel, group: SequenceGroup, strategy: str, head_chunks: int = 1
 ) -> LayerStrategy:
     """The strategy of one layer, which `check_layer` has found to be right."""
     if not is_mla(layer):
@@ -227,7 +227,7 @@ def _of_latents(
     return LayerStrategy(attend, replaced)
 
 
-def _of_heads(kernel: Callable[..., Tensor], group: SequenceGroup, strategy: str) -> LayerStrategy:
+def _of_heads(kernel: LayerKernel, group: SequenceGroup, strategy: str) -> LayerStrategy:
     attention = (GatherKVAttention if strategy == "gather_kv" else UlyssesAttention)(kernel, group)
 
     def attend(query_BTHK: Tensor, key_BGTK: Tensor, value_BGTV: Tensor, settings: dict[str, Any]) -> Tensor:
