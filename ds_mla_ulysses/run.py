@@ -15,7 +15,7 @@ import os
 import runpy
 import sys
 
-from .integrations.trainer import install
+from .integrations.install import install
 
 
 def main(arguments: list[str]) -> None:

@@ -44,8 +44,8 @@ from .inputs import (
     refused_of_model,
     refused_of_text_model,
 )
-from .local_attention import LayerKernel, as_autocast
 from .latent_forward import DOCUMENTS
+from .local_attention import LayerKernel, as_autocast
 from .moba import MoBAKernel
 from .strategies import LayerStrategy, strategy_of
 

@@ -35,8 +35,8 @@ from ..planner.strategies import STRATEGIES
 from ..planner.work import Work
 from .families import UnsupportedModelError, is_mla, names_of
 from .head_projections import WithHeads, project
-from .local_attention import LayerKernel
 from .latent_forward import check_forward, on_latents
+from .local_attention import LayerKernel
 from .moba import MoBAKernel
 
 #: Those that take the rows of projections that belong to the own heads.

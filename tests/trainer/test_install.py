@@ -30,7 +30,7 @@ from trainer_runs import (
 import ds_mla_ulysses
 from ds_mla_ulysses.version import REQUIREMENTS
 
-# Every row of the table in integrations/trainer.py, written out once more.
+# Every row of the table in integrations/install.py, written out once more.
 SYMBOLS = [
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF", "register_with_transformers"),
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", None, "UlyssesSPDataLoaderAdapter"),

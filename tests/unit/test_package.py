@@ -130,7 +130,7 @@ def test_an_engine_is_refused_below_the_lower_bound_only(version, is_refused, mo
         raise Reached
 
     monkeypatch.setattr(deepspeed, "__version__", version)
-    monkeypatch.setattr(integration, "_refuse", settings_are_checked)
+    monkeypatch.setattr(integration, "_check_settings", settings_are_checked)
     model = nn.Linear(2, 2)
     handle = SimpleNamespace(is_restored=False, model=model)
     message = rf"With DeepSpeed {version} the updates differ.*install deepspeed >= 0.19.0"
@@ -239,7 +239,7 @@ def changes_of_module_state(source):
 
 
 #: The files that may use `PROCESS`, whose docstring gives the reasons.
-USES_PROCESS_STATE = {"comm/traffic.py", "integrations/trainer.py"}
+USES_PROCESS_STATE = {"comm/traffic.py", "integrations/install.py"}
 
 
 @FILES
