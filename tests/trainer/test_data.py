@@ -347,6 +347,35 @@ def test_a_rank_that_cannot_read():
     )
 
 
+def cause_of_failure():
+    """The ranks' loader fails on rank 1: its exception there is the very one that was raised."""
+    import torch.distributed as dist
+
+    from ds_mla_ulysses import ShardedDataLoader
+    from ds_mla_ulysses.comm.group import SequenceGroup
+
+    original = OSError("disk")
+
+    class Loader(list):
+        def __iter__(self):
+            yield self[0]
+            if dist.get_rank() == 1:
+                raise original
+            yield self[1]
+
+    batches = Loader([{"input_ids": torch.full((1, 4), i + 10 * dist.get_rank())} for i in range(2)])
+    loader = iter(ShardedDataLoader(batches, SequenceGroup.of(dist.group.WORLD), "cpu"))
+    read = [next(loader)["input_ids"].tolist(), next(loader)["input_ids"].tolist()]
+    with pytest.raises(ValueError, match="rank 1 of the group: cannot read its batch: OSError: disk") as caught:
+        next(loader)
+    return read, caught.value.__cause__ is original, caught.value.__cause__ is None
+
+
+def test_the_cause_of_a_failed_read():
+    read = [[[0, 0]], [[10, 10]]]
+    assert run_ranks(2, cause_of_failure) == [(read, False, True), (read, True, False)]
+
+
 class BadOnce(Collate):
     def __call__(self, rows):
         batch = super().__call__(rows)

@@ -35,6 +35,9 @@ SYMBOLS = [
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF", "register_with_transformers"),
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", None, "UlyssesSPDataLoaderAdapter"),
     ("deepspeed", None, "initialize"),
+    ("deepspeed.utils.groups", None, "_get_sequence_parallel_group"),
+    ("deepspeed.utils.groups", None, "_get_sequence_parallel_world_size"),
+    ("deepspeed.utils.groups", None, "_get_sequence_parallel_rank"),
     ("accelerate.accelerator", "Accelerator", "deepspeed_ulysses_dl_adapter"),
     ("accelerate.accelerator", None, "skip_first_batches"),
     ("transformers.trainer", None, "skip_first_batches"),
@@ -76,12 +79,38 @@ def test_uninstall_puts_every_symbol_back(sp_in_eval):
     before, rest = found(), others()
     ds_mla_ulysses.install(sp_in_eval=sp_in_eval)
     replaced = [a is not b for a, b in zip(found(), before, strict=True)]
-    assert replaced == [True] * 8 + [sp_in_eval]
+    assert replaced == [True] * 11 + [sp_in_eval]
     assert others() == rest
     ds_mla_ulysses.uninstall()
     assert all(a is b for a, b in zip(found(), before, strict=True))
     assert others() == rest
     ds_mla_ulysses.uninstall()
+
+
+def test_the_end_of_the_interpreter_uninstalls(monkeypatch):
+    import atexit
+
+    before, at_exit = found(), []
+    monkeypatch.setattr(atexit, "register", lambda function, *args: at_exit.append((function, args)))
+    ds_mla_ulysses.install(sp_in_eval=True)
+    assert (ds_mla_ulysses.uninstall, ()) in at_exit
+    assert not any(a is b for a, b in zip(found(), before, strict=True))
+    for function, args in reversed(at_exit):
+        function(*args)
+    assert all(a is b for a, b in zip(found(), before, strict=True))
+
+
+def test_a_symbol_that_is_replaced_twice():
+    """Every original is read before the first replacement, so that none of them is a replacement."""
+    from ds_mla_ulysses.integrations.accelerate import RegisteredModels
+    from ds_mla_ulysses.integrations.install import Installation, symbols_of
+
+    before, models = found(), RegisteredModels({})
+    symbols = symbols_of(models, sp_in_eval=True)
+    installation = Installation({}, models, [*symbols, *symbols])
+    assert not any(a is b for a, b in zip(found(), before, strict=True))
+    installation.undo()
+    assert all(a is b for a, b in zip(found(), before, strict=True))
 
 
 def test_signatures_are_kept():
@@ -465,6 +494,43 @@ def test_the_loop_that_accelerate_documents(stage):
 
 def test_a_mean_of_one_ranks_tokens_in_that_loop():
     raises_on_ranks(2, RuntimeError, "the loss is not that of the sequence-parallel group", documented_loop, 2, False)
+
+
+def plain_engine_beside(stage):
+    """A plain engine that is built while another model is sequence-parallel, and its update."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    with installed():
+        trainer = build(Run("llama", stage=stage), 2)
+        trainer.train()
+        handle = ds_mla_ulysses.handle_of(trainer.model)
+        assert groups._get_sequence_parallel_world_size() == 2
+        plain = torch.nn.Linear(3, 3)
+        torch.nn.init.ones_(plain.weight)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        }
+        engine, *_ = deepspeed.initialize(model=plain, config=config)
+        assert engine.sequence_parallel_size == 1
+        for rows in range(1, 3):
+            engine.backward(engine(torch.full((2, 3), float(rows + 2 * handle.group.rank))).sum())
+            engine.step()
+        assert groups._get_sequence_parallel_world_size() == 2
+        assert groups._get_sequence_parallel_group() is handle.group.process_group
+        return parameters(plain)["weight"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_plain_engine_beside_a_parallelized_model(stage):
+    """Two rows of `rows + 2 * rank` on each rank: the mean over ranks of the gradient is 2 * (rows + 1)."""
+    want = torch.full((3, 3), 1 - 0.1 * 2 * ((1 + 1) + (2 + 1)))
+    for weight in run_ranks(2, plain_engine_beside, stage):
+        torch.testing.assert_close(weight, want)
 
 
 def register(how):
