@@ -30,7 +30,7 @@ from trainer_runs import (
 import ds_mla_ulysses
 from ds_mla_ulysses.version import REQUIREMENTS
 
-# Every row of the table in integrations/install.py, written out once more.
+# Every row of the table in integrations/install.py.
 SYMBOLS = [
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF", "register_with_transformers"),
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", None, "UlyssesSPDataLoaderAdapter"),
@@ -56,7 +56,7 @@ def found():
 
 
 def others():
-    """All other attributes of the modules and classes that install touches."""
+    """Returns all other attributes of the modules and classes in which install replaces symbols."""
     from transformers import AttentionInterface
 
     everything = {"attention functions": (AttentionInterface._global_mapping.keys() - {"ds_mla_ulysses"})}
@@ -101,7 +101,7 @@ def test_the_end_of_the_interpreter_uninstalls(monkeypatch):
 
 
 def test_a_symbol_that_is_replaced_twice():
-    """Every original is read before the first replacement, so that none of them is a replacement."""
+    """Every original is read before the first replacement, so no replacement is taken for an original."""
     from ds_mla_ulysses.integrations.accelerate import RegisteredModels
     from ds_mla_ulysses.integrations.install import Installation, symbols_of
 
@@ -171,7 +171,7 @@ def test_a_missing_symbol(monkeypatch):
 
 
 def test_a_trainer_without_sequence_parallelism():
-    """install changes nothing for it: one process, no DeepSpeed."""
+    """install changes nothing for a Trainer in one process without DeepSpeed."""
     want = reference(Run())
     with fresh_state():
         ds_mla_ulysses.install(sp_in_eval=True)
@@ -194,7 +194,7 @@ def installed(**settings):
 
 
 def without_sp(run):
-    """DeepSpeed with data parallelism alone."""
+    """Trains with DeepSpeed and data parallelism alone."""
     import torch.distributed as dist
 
     with installed():
@@ -212,7 +212,7 @@ def test_sp_size_1(stage):
 
 
 def two_trainers(run, same_model, families):
-    """One after the other, each with its optimizer; groups are not made anew."""
+    """Runs Trainers one after the other, each with a new optimizer, and counts the process groups after each."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
@@ -265,7 +265,7 @@ def reference_of_two():
 
 
 def trains_plainly_afterwards(run):
-    """After uninstall a plain model and a plain engine are right in the same process."""
+    """After uninstall, a plain model and a plain engine train correctly in the same process."""
     import torch.distributed as dist
     from deepspeed.utils import groups
 
@@ -331,7 +331,7 @@ def test_saved_models_are_plain_ones(stage):
 
 
 def continued(run, folder, sp):
-    """Goes on from a checkpoint with another sequence-parallel size, on the same number of processes."""
+    """Resumes from a checkpoint with another sequence-parallel size on the same number of processes."""
     import dataclasses
 
     import torch.distributed as dist
@@ -352,7 +352,7 @@ def test_resuming_with_another_sp_size(stage):
         run_ranks(4, saved, run, folder)
         logs = {sp: run_ranks(4, continued, run, folder, sp)[0] for sp in (4, 2, 1)}
         assert all(steps == 5 for _, steps in logs.values())
-        # From the same weights: the first step's loss is that of its own samples in each.
+        # All runs resume with the same log of the first three steps.
         assert len({tuple(losses[:3]) for losses, _ in logs.values()}) == 1
     finally:
         shutil.rmtree(folder)
@@ -367,7 +367,7 @@ def from_pretrained(folder, run):
     from transformers import AutoModelForCausalLM, Trainer
 
     with installed():
-        arguments = training_arguments(run, dist.get_world_size())  # kept alive: it switches zero.Init on
+        arguments = training_arguments(run, dist.get_world_size())  # transformers uses zero.Init as long as this exists
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert all(hasattr(p, "ds_id") for p in model.parameters())
         trainer = Trainer(model=model, args=arguments, train_dataset=dataset(run), data_collator=Collate())
@@ -388,17 +388,17 @@ def test_models_loaded_under_zero_3(size):
         shutil.rmtree(folder)
 
 
-# Subclasses and loops of one's own
+# Subclasses and custom loops
 
 
 def own_loop(stage):
-    """Accelerate without a Trainer: prepare takes model, optimizer and loader; handle_of gives the loss."""
+    """Trains with Accelerate without a Trainer. The loss comes from handle_of(engine)."""
     import torch.distributed as dist
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import ParallelismConfig
 
     with installed():
-        model = tiny_model("llama", torch.float32)  # before the plugin, which switches zero.Init on
+        model = tiny_model("llama", torch.float32)  # before the plugin, which makes transformers use zero.Init
         config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
         config |= {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
         sizes = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_shard_size=dist.get_world_size() // 2)
@@ -435,7 +435,7 @@ def test_a_loop_with_accelerate(size, stage):
 
 
 def documented_loop(stage, of_the_group):
-    """The loop of Accelerate's documentation and of its test_ds_alst_ulysses_sp.py, with one SGD step for each batch."""
+    """Runs the loop of Accelerate's documentation and of its test_ds_alst_ulysses_sp.py, one SGD step for each batch."""
     import torch.distributed as dist
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import ParallelismConfig
@@ -486,7 +486,7 @@ def documented_loop(stage, of_the_group):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_loop_that_accelerate_documents(stage):
-    """Its loss is one number on all ranks of the group, by a gather that is differentiable: it passes, and is right."""
+    """A differentiable gather makes its loss the same on all ranks of the group, so it is accepted and correct."""
     want = reference(Run("llama"))
     for answer in run_ranks(2, documented_loop, stage, True):
         assert_equal(answer, want)
@@ -497,7 +497,7 @@ def test_a_mean_of_one_ranks_tokens_in_that_loop():
 
 
 def plain_engine_beside(stage):
-    """A plain engine that is built while another model is sequence-parallel, and its update."""
+    """Builds a plain engine while another model is sequence-parallel, and returns the weight after two steps."""
     import deepspeed
     from deepspeed.utils import groups
 
@@ -527,7 +527,7 @@ def plain_engine_beside(stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_plain_engine_beside_a_parallelized_model(stage):
-    """Two rows of `rows + 2 * rank` on each rank: the mean over ranks of the gradient is 2 * (rows + 1)."""
+    """Each rank has two rows of `rows + 2 * rank`, so the mean over ranks of the gradient is 2 * (rows + 1)."""
     want = torch.full((3, 3), 1 - 0.1 * 2 * ((1 + 1) + (2 + 1)))
     for weight in run_ranks(2, plain_engine_beside, stage):
         torch.testing.assert_close(weight, want)
@@ -630,7 +630,7 @@ def test_a_compute_loss_on_top_of_the_trainers():
 
 
 def other_forwards(run):
-    """In the middle of training: a plain forward with gradients, of whole sequences, inside plain()."""
+    """Runs plain forwards of whole sequences with gradients inside plain() between the steps."""
     import torch.distributed as dist
     from transformers import TrainerCallback
 
