@@ -36,12 +36,12 @@ _WHERE = {
     "UnsupportedModelError": "hf.families",
     "handle_of": "hf.handle",
     "initialize": "integrations.deepspeed",
-    "install": "integrations.trainer",
+    "install": "integrations.install",
     "parallelize": "hf.parallelize",
     "register_moba": "hf.moba",
     "set_moba": "hf.moba",
     "shard_batch": "layout.batch",
-    "uninstall": "integrations.trainer",
+    "uninstall": "integrations.install",
 }
 
 __all__ = ["__version__", *_WHERE]
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from .integrations.callbacks import FullAttentionCallback
     from .integrations.dataloader import ShardedDataLoader
     from .integrations.deepspeed import initialize
-    from .integrations.trainer import install, uninstall
+    from .integrations.install import install, uninstall
     from .layout.batch import shard_batch
     from .layout.shard import Shard, ShardLayout
     from .moba.config import MoBAConfig

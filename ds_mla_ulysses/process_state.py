@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .comm.traffic import TrafficMeter
-    from .integrations.trainer import _Installation
+    from .integrations.install import Installation
 
 
 @dataclass
@@ -26,7 +26,7 @@ class ProcessState:
     """
 
     open_meters: list[TrafficMeter] = field(default_factory=list)
-    installation: _Installation | None = None
+    installation: Installation | None = None
 
 
 #: The state of this process.

@@ -4,8 +4,8 @@
     accelerate launch --config_file config.yaml --module ds_mla_ulysses.run train.py --my-argument 1
     torchrun --nproc-per-node 8 --module ds_mla_ulysses.run train.py --my-argument 1
 
-`--sp-in-eval`, `--strategy`, `--split` and `--head-chunks` go in front of the script and are passed to `install`. With
-`-m`, the script is the name of a module.
+`--sp-in-eval`, `--strategy`, `--split`, `--head-chunks` and `--checks` go in front of the script and are passed to
+`install`. With `-m`, the script is the name of a module.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import os
 import runpy
 import sys
 
-from .integrations.trainer import install
+from .integrations.install import install
 
 
 def main(arguments: list[str]) -> None:
     """Calls `install` and runs the script as `__main__` with the arguments that follow it."""
     parser = argparse.ArgumentParser(prog="python -m ds_mla_ulysses.run", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--sp-in-eval", action="store_true", help="share sequences in the evaluation of a Trainer too")
-    parser.add_argument("--strategy", default="packed", help="what travels between ranks, as for parallelize")
+    parser.add_argument(
+        "--sp-in-eval", action="store_true", help="the ranks also share sequences in the evaluation of a Trainer"
+    )
+    parser.add_argument("--strategy", default="packed", help="how attention exchanges data, as for parallelize")
     parser.add_argument("--split", default="contiguous", help="which tokens each rank holds, as for parallelize")
     parser.add_argument(
         "--head-chunks", type=int, default=1, help="number of chunks of the local heads, as for parallelize"
     )
-    parser.add_argument("--checks", default="always", help="when to run checks that cost time, as for parallelize")
+    parser.add_argument("--checks", default="always", help="when to run the checks that cost time, as for parallelize")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it first
     parser.add_argument("script")

@@ -67,6 +67,21 @@ def gather_now(x: Tensor, group: SequenceGroup, direction: str) -> Tensor:
     return wait(start_all_gather(x.contiguous(), group.size, group.name, direction))
 
 
+def gather_to(x: Tensor, owner: int, group: SequenceGroup, direction: str) -> list[Tensor] | None:
+    """Gathers x, whose shape is the same on every rank, on one rank of the group; not differentiable.
+
+    Returns:
+        x of all ranks in rank order on the owner, None on the other ranks.
+    """
+    if group.size == 1:
+        return [x]
+    x = x.contiguous()
+    traffic.record("gather", direction, 0 if owner == group.rank else x.nbytes)
+    gathered = [torch.empty_like(x) for _ in range(group.size)] if owner == group.rank else None
+    dist.gather(x, gathered, group=group.process_group, group_dst=owner)
+    return gathered
+
+
 def exchange_bytes(parts: list[bytes], received: list[int], group: SequenceGroup, device: torch.device) -> list[bytes]:
     """Sends parts[p] to rank p.
 

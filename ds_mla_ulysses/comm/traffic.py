@@ -1,4 +1,7 @@
-"""Counts what the collectives of this package send to other ranks."""
+"""Counts what the collectives of this package send to other ranks.
+
+A test checks that only `comm` calls collectives, except for the measurements in `planner/auto.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,27 @@ class TrafficMeter:
         loss = ...; loss.backward()
     meter.calls["all_to_all", "forward"], meter.bytes["all_to_all", "forward"]
     ```
-    Keys are (collective, direction): collectives are "all_to_all" and "all_gather"; directions are
-    "forward" and "backward", and "setup" for what a forward gathers once before its first layer
-    (positions, padding). What a rank keeps for itself is not counted. Collectives of DeepSpeed
-    (gradients, parameters) are not this package's and not counted.
+    Data that a rank keeps for itself is not counted. Keys are (collective, direction).
+
+    | collective          | bytes that are counted                                                   |
+    |---------------------|--------------------------------------------------------------------------|
+    | "all_to_all"        | what this rank sends to other ranks                                      |
+    | "all_gather"        | the tensor, once for each other rank                                     |
+    | "all_reduce"        | 2 (ranks-1)/ranks of the tensor, which is what a ring sends              |
+    | "gather"            | the tensor; 0 on the rank that receives                                  |
+    | "all_gather_object" | 0, because torch pickles the values: only the calls are counted          |
+
+    | direction    | what is exchanged                                                                  |
+    |--------------|------------------------------------------------------------------------------------|
+    | "forward"    | tensors of attention layers                                                        |
+    | "backward"   | their gradients                                                                    |
+    | "setup"      | what is needed once: settings of `parallelize`, batches of a `ShardedDataLoader`, checksums of batches, numbers of supervised tokens, and before the first layers of a forward its positions, RoPE tables, padding and problems |
+    | "loss"       | sums of the loss, and the check that the loss is that of the group                 |
+    | "gradients"  | gradients of `Handle.sum_gradients`                                                |
+    | "evaluation" | logits that a Trainer with `sp_in_eval` gathers                                    |
+
+    These are not counted: collectives of DeepSpeed and Accelerate (gradients, parameters, metrics), the creation of process
+    groups, and the measurements of `strategy="auto"` with the broadcast of their result (`planner/auto.py`).
     """
 
     def __init__(self) -> None:
@@ -34,7 +54,7 @@ class TrafficMeter:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes sent to other ranks, all collectives and directions."""
+        """Returns the bytes sent to other ranks by all collectives in all directions."""
         return sum(self.bytes.values())
 
     def reset(self) -> None:

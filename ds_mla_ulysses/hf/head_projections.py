@@ -30,6 +30,7 @@ class WithHeads(NotCopied):
         self.linear, self.width, self.original = linear, linear.out_features // heads, linear.forward
 
     def __call__(self, x: Tensor, heads: slice | None = None) -> Tensor:
+        """Computes x [..., L] -> [..., M*D], or [..., H*D] without `heads`."""
         if heads is None:
             return self.original(x)
         rows = heads.start * self.width, heads.stop * self.width

@@ -40,7 +40,7 @@ from ..layout.widths import MLAWidths
 from .arguments import by_name
 from .families import UnsupportedModelError
 from .head_projections import project
-from .kernel import as_autocast
+from .local_attention import as_autocast
 
 #: The keyword argument in which the documents of a forward travel to its attention calls.
 DOCUMENTS = "ulysses_documents"

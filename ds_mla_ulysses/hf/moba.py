@@ -22,7 +22,7 @@ from ..comm.group import SequenceGroup
 from ..layout.documents import Documents, gather_documents
 from ..moba import MoBAConfig, moba_attention
 from .families import attention_layers, refuse_lost_window
-from .kernel import LocalKernel, as_autocast, without_padding
+from .local_attention import LayerKernel, LocalAttention, as_autocast, without_padding
 
 #: The attribute of a model's config that stores the MoBA settings which change the model's output.
 CONFIG_KEY = "moba"
@@ -192,7 +192,7 @@ class MoBAFunction:
 class MoBAKernel:
     """The local attention of one layer: MoBA, or the dense implementation in layers with full attention.
 
-    It has the methods of `LocalKernel`. The queries may be a run of each row.
+    It has the methods of `LocalAttention`. The queries may be a run of each row.
 
     Args:
         module: the attention module.
@@ -226,7 +226,7 @@ class MoBAKernel:
         return self.blocks is None or vars(self.module).get(_OFF, False)
 
     def settings(self, documents: Documents, **kwargs: Any) -> dict[str, Any]:
-        """Returns the same as `LocalKernel.settings`.
+        """Returns the same as `LocalAttention.settings`.
 
         Raises:
             ValueError: the layer uses a feature that MoBA, or the dense implementation, does not support.
@@ -261,14 +261,14 @@ class MoBAKernel:
         v: Tensor,
         *,
         documents: Documents,
-        scaling: float | None,
+        scale: float | None,
         window: int | None = None,
         first_query: int = 0,
         **settings: Any,
     ) -> Tensor:
         """Computes q_BTHK, k_BSGK, v_BSGV -> out_BTHV, for tokens [first_query, first_query + T) of S as queries."""
         if self.is_full or self.blocks is None:
-            settings |= {"documents": documents, "scaling": scaling, "window": window, "first_query": first_query}
+            settings |= {"documents": documents, "scale": scale, "window": window, "first_query": first_query}
             return self.dense(q, k, v, **settings)
         block_size, top_k = self.blocks
         out = moba_attention(
@@ -279,7 +279,7 @@ class MoBAKernel:
             top_k,
             cu_seqlens=None if documents.one_per_row else documents.cu_seqlens,
             first_query=first_query,
-            scale=scaling,
+            scale=scale,
             implementation=self.implementation,
         )
         return without_padding(out, documents, first_query)
@@ -341,7 +341,7 @@ def implementations_of(config: Any) -> tuple[str, ...]:
     return config._attn_implementation, *dense
 
 
-def kernel_of(layer: nn.Module, config: Any) -> LocalKernel | MoBAKernel:
+def kernel_of(layer: nn.Module, config: Any) -> LayerKernel:
     """Returns the local attention of the implementation that a config names."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -349,7 +349,7 @@ def kernel_of(layer: nn.Module, config: Any) -> LocalKernel | MoBAKernel:
     function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
     if isinstance(function, MoBAFunction):
         return MoBAKernel(layer, config, function)
-    return LocalKernel(layer, config, function)
+    return LocalAttention(layer, config, function)
 
 
 def _runs_moba(layer: nn.Module) -> bool:

@@ -43,8 +43,8 @@ from .inputs import (
     refused_of_model,
     tokens_of,
 )
-from .kernel import LocalKernel, as_autocast
 from .latent_forward import DOCUMENTS
+from .local_attention import LayerKernel, as_autocast
 from .moba import MoBAKernel
 from .strategies import LayerStrategy, strategy_of
 
@@ -74,7 +74,7 @@ class _Layer(NotCopied):
     """What the attention function needs to know of one patched module."""
 
     patch: ModelPatch
-    kernel: LocalKernel | MoBAKernel
+    kernel: LayerKernel
     strategy: LayerStrategy
     expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # of MLA
 
@@ -122,7 +122,7 @@ class ModelPatch(NotCopied):
         model: nn.Module,
         found: AttentionModel,
         group: SequenceGroup,
-        kernels: Sequence[LocalKernel | MoBAKernel],
+        kernels: Sequence[LayerKernel],
         strategy: str,
         head_chunks: int,
     ) -> None:
@@ -171,7 +171,7 @@ class ModelPatch(NotCopied):
         for name, value in attributes.items():
             self._replace(text_model, name, value)
 
-    def _apply_to_layer(self, layer: nn.Module, kernel: LocalKernel | MoBAKernel) -> None:
+    def _apply_to_layer(self, layer: nn.Module, kernel: LayerKernel) -> None:
         # A shallow copy: whatever else is changed in the original's tables later is seen by both.
         config = copy.copy(_config_of(layer))
         config._attn_implementation_internal = ATTENTION_NAME

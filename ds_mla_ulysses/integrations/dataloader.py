@@ -1,9 +1,9 @@
-"""A data loader whose every batch is this rank's part of a batch that its group shares."""
+"""A data loader that yields this rank's shards of the batches that the ranks of its group read."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,33 +14,34 @@ from ..layout.batch import exchange_batches
 
 
 class ShardedDataLoader:
-    """Takes the place of DeepSpeed's `UlyssesSPDataLoaderAdapter`.
+    """Yields shards of the group's batches. It replaces DeepSpeed's `UlyssesSPDataLoaderAdapter`.
 
-    Each rank reads batches of its own, as data parallelism hands them out. In each round the ranks of a
-    group exchange them, and work together on one after the other: rank 0's first. A round of `size`
-    ranks is `size` micro-batches, so the loader is `size` times as long as the one it wraps.
+    Each rank reads different batches, as in data parallelism. In each round, the ranks of a group exchange the batches
+    that they have read, and work together on one after the other, beginning with that of rank 0. A round of `size` ranks
+    is `size` micro-batches, so this loader is `size` times as long as the wrapped one.
 
-    Lengths, batch sizes and keys may differ between ranks and rounds; any length is padded to a multiple
-    of the ranks. What else is asked of it (`dataset`, `batch_sampler`, `set_epoch`) is the wrapped one's.
+    Lengths, batch sizes and keys may differ between ranks and rounds. Any length is padded to a multiple of the number of
+    ranks. All other attributes (`dataset`, `batch_sampler`, `set_epoch`) are those of the wrapped loader.
 
     Args:
-        dataloader: batches of whole sequences, as `shard_batch` takes them.
-        group: the sequence group.
-        device: where parts are put.
-        skip: micro-batches that are left out at the beginning of each iteration, fewer than the ranks.
+        dataloader: yields batches of whole sequences, as `shard_batch` takes them.
+        group: the sequence-parallel group.
+        device: the device of the shards.
+        skip: the number of micro-batches to leave out at the beginning of each iteration, less than the number of ranks.
 
-    Raises (in iteration): ValueError on all ranks of the group, if one reads a bad batch or cannot read, or if
-    they have different numbers of batches.
+    Raises:
+        ValueError: in an iteration, on all ranks of the group: a rank read a bad batch, reading failed on a rank, or the
+            ranks have different numbers of batches. If reading failed, the message has the type of the exception, and on
+            the rank where it failed the exception is the cause.
     """
 
-    def __init__(
-        self, dataloader: Iterable[Any], group: SequenceGroup, device: torch.device | str, *, skip: int = 0
-    ) -> None:
+    # `dataloader` is any iterable; what else it has depends on its class.
+    def __init__(self, dataloader: Any, group: SequenceGroup, device: torch.device | str, *, skip: int = 0) -> None:
         self.dataloader, self.group, self.device = dataloader, group, torch.device(device)
         self._skip = skip
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataloader":  # while it is unpickled
+        if name == "dataloader":  # it is not set yet while the loader is unpickled
             raise AttributeError(name)
         return getattr(self.dataloader, name)
 
@@ -48,41 +49,47 @@ class ShardedDataLoader:
         return len(self.dataloader) * self.group.size - self._skip
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        from accelerate.data_loader import DataLoaderDispatcher
-
         self._check_lengths()
-        # In its own collectives the others would not hear what stopped the one rank that reads.
-        reads_alone = not isinstance(self.dataloader, DataLoaderDispatcher)
         batches, skip, is_first = iter(self.dataloader), self._skip, True
         while True:
-            batch = problem = cause = None
-            try:
-                batch = next(batches, None)
-            except Exception as error:
-                if not reads_alone:
-                    raise
-                problem, cause = f"cannot read its batch: {type(error).__name__}: {error}", error
-            try:
-                parts = exchange_batches(batch, self.group, self.device, problem)
-            except ValueError as error:
-                raise error from cause
-            parts = [part for part in parts if part is not None]
-            if not parts:
+            shards = self._next_round(batches)
+            if not shards:
                 return
             if is_first:
-                self._warn_of_equal_batches(parts)
+                self._warn_of_equal_batches(shards)
             is_first = False
-            # Accelerate takes the last round for one batch: gradients are due at the last of its parts only.
+            # Accelerate counts the last round as one batch, but gradients are due at the last of its shards only.
             is_last = getattr(self.dataloader, "end_of_dataloader", None)
-            for i, part in enumerate(parts):
+            for i, shard in enumerate(shards):
                 if is_last:
-                    self.dataloader.end_of_dataloader = i == len(parts) - 1
+                    self.dataloader.end_of_dataloader = i == len(shards) - 1
                 if i >= skip:
-                    yield part
+                    yield shard
             skip = 0
 
+    def _next_round(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
+        """Reads one batch on each rank and returns the local shards of all of them, none if no rank has a batch left."""
+        from accelerate.data_loader import DataLoaderDispatcher
+
+        batch = problem = cause = None
+        try:
+            batch = next(batches, None)
+        except Exception as error:
+            # A dispatcher's ranks wait for each other inside `next`, so they cannot be told in an exchange of ours.
+            if isinstance(self.dataloader, DataLoaderDispatcher):
+                raise
+            problem, cause = f"cannot read its batch: {type(error).__name__}: {error}", error
+        try:
+            shards = exchange_batches(batch, self.group, self.device, problem)
+        except ValueError as error:
+            if cause is None:
+                raise
+            raise error from cause
+        return [shard for shard in shards if shard is not None]
+
     def _check_lengths(self) -> None:
-        """Ranks that count different numbers of steps would wait for each other at the end of the epoch."""
+        """Raises ValueError on all ranks if they would make different numbers of steps and wait at the end of the epoch."""
+        length: int | None
         try:
             length = len(self.dataloader)
         except TypeError:
@@ -90,21 +97,21 @@ class ShardedDataLoader:
         lengths = gather_objects(self.group, length)
         if len(set(lengths)) > 1:
             raise ValueError(
-                f"the ranks of a sequence group have different numbers of batches, {lengths}: leave Accelerate's "
+                f"the ranks of a sequence-parallel group have different numbers of batches, {lengths}: leave Accelerate's "
                 "even_batches on, or drop the last batches (dataloader_drop_last=True)."
             )
 
-    def _warn_of_equal_batches(self, parts: list[dict[str, Any]]) -> None:
-        tokens = [part.get("input_ids") for part in parts]
+    def _warn_of_equal_batches(self, shards: Sequence[dict[str, Any]]) -> None:
+        tokens = [shard.get("input_ids") for shard in shards]
         if self.group.rank == 0 and len(tokens) > 1 and all(_are_equal(x, tokens[0]) for x in tokens):
             warnings.warn(
-                f"all {len(tokens)} ranks of the sequence group read the same batch, which is therefore trained on "
-                f"{len(tokens)} times: let each read its own, as accelerator.prepare(dataloader) does.",
+                f"all {len(tokens)} ranks of the sequence-parallel group read the same batch, which is therefore trained on "
+                f"{len(tokens)} times: let each rank read different batches, as accelerator.prepare(dataloader) does.",
                 stacklevel=3,
             )
 
     def skip_first(self, count: int) -> ShardedDataLoader:
-        """A loader that begins after the first `count` micro-batches."""
+        """Returns a loader that begins after the first `count` micro-batches."""
         from accelerate import skip_first_batches
 
         rounds, rest = divmod(self._skip + count, self.group.size)

@@ -210,6 +210,89 @@ def test_the_next_plain_engine_is_right():
     run_ranks(2, next_engine_is_plain)
 
 
+def of_deepspeed():
+    """All functions and classes of DeepSpeed's loaded modules, and the attributes of these classes."""
+    import sys
+
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "deepspeed" and module is not None:
+            for key, value in vars(module).items():
+                if callable(value):
+                    found[name, key] = value
+                if isinstance(value, type) and value.__module__ == name:
+                    found |= {(name, key, attribute): x for attribute, x in vars(value).items() if callable(x)}
+    return found
+
+
+def touches(stage, launched, folder):
+    """One process: what `initialize` changes in the environment and in DeepSpeed, and what training needs of it."""
+    import os
+    from unittest import mock
+
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__ as compatible
+    from deepspeed.utils import groups, z3_leaf_module
+
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model("deepseek_v3", torch.float32)
+    handle = dmu.parallelize(model)
+    config = engine_config(stage, accumulation=2)
+    seen = {}
+
+    def recorded(original):
+        def create(*args, **kwargs):
+            seen.update(local_rank=os.environ.get("LOCAL_RANK"), extension=compatible.get("deepspeed_shm_comm"))
+            return original(*args, **kwargs)
+
+        return create
+
+    def fails(*args, **kwargs):
+        raise OSError("no engine")
+
+    with mock.patch.dict(os.environ):
+        if launched:
+            os.environ["LOCAL_RANK"] = "0"
+        else:
+            os.environ.pop("LOCAL_RANK", None)
+        environment, extensions, symbols = dict(os.environ), dict(compatible), of_deepspeed()
+        with mock.patch.object(deepspeed, "initialize", fails), pytest.raises(OSError, match="no engine"):
+            dmu.initialize(model=model, config=config, handle=handle)
+        assert dict(os.environ) == environment and dict(compatible) == extensions and groups.mpu is None
+        with mock.patch.object(deepspeed, "initialize", recorded(deepspeed.initialize)):
+            engine, *_ = dmu.initialize(model=model, config=config, handle=handle)
+        assert seen == {"local_rank": "0", "extension": False}
+        stays = {} if launched or stage < 3 else {"LOCAL_RANK": "0"}
+        assert {k: v for k, v in os.environ.items() if environment.get(k) != v} == stays
+        assert dict(compatible) == extensions and groups.mpu is None
+        now = of_deepspeed()
+        assert [name for name, value in symbols.items() if now.get(name) is not value] == []
+        replaced = {"backward", "_take_model_step"} & set(vars(engine))
+        assert replaced == ({"backward", "_take_model_step"} if stage == 0 else {"backward"})
+        leaves = [name for name, module in model.named_modules() if z3_leaf_module(module)]
+        experts = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+        assert experts and leaves == (experts if stage == 3 else [])
+        for step in range(3):  # ZeRO-3 compares the order of modules between ranks after the first one
+            shards = [handle.shard(batch) for (batch,) in micro_batches(step, 1, 2)]
+            for shard in shards:
+                loss = handle.loss(engine(**shard.inputs).logits, shard, num_items=handle.num_items(shards))
+                engine.backward(loss)
+                engine.step()
+        engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+        got = full_parameters(model, stage)
+        engine.destroy()
+    want = plain_steps("deepseek_v3", 3, 1, 2, 0.0)[2]
+    assert all((got[n] - p).norm() <= 1e-5 * p.norm() for n, p in want.items())
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_touched_is_put_back(stage, launched, tmp_path):
+    run_ranks(1, touches, stage, launched, str(tmp_path))
+
+
 def constructed_under_zero3(sp_size):
     """A model that is never whole on any rank: HfDeepSpeedConfig, then parallelize, then initialize."""
     import torch._dynamo

@@ -600,7 +600,7 @@ def counted_pairs(split, documents):
     """Query-key pairs that this rank's calls of the attention function compute, and the largest mask."""
     from transformers.integrations import sdpa_attention
 
-    from ds_mla_ulysses.hf import kernel
+    from ds_mla_ulysses.hf import local_attention as kernel
 
     batch = packed_batch(documents)
     model = tiny_model("deepseek_v3", torch.float32, layers=1)
@@ -648,7 +648,7 @@ def test_other_documents_are_not_computed():
 
 def by_lower_right(kind):
     """As on a GPU: scaled_dot_product_attention with causal_lower_right."""
-    from ds_mla_ulysses.hf import kernel
+    from ds_mla_ulysses.hf import local_attention as kernel
 
     original, kernel.has_flash = kernel.has_flash, lambda device: False
     try:

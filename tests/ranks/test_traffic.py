@@ -136,6 +136,44 @@ def test_a_group_of_one_sends_nothing():
     assert run_ranks(1, silent_alone) == [(0, 0)]
 
 
+def counted_small_ones():
+    """Collectives outside of attention: calls and bytes of each."""
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.comm import agreement, collectives
+
+    group, x = dmu.SequenceGroup.of(dist.group.WORLD), torch.ones(6)
+    parameter = torch.nn.Parameter(torch.ones(8))
+    parameter.grad = torch.ones(8)
+    counted = {}
+    for run in (
+        lambda: agreement.gather_objects(group, "x"),
+        lambda: agreement.gather_numbers([1, 2], group),
+        lambda: agreement.all_reduce(x, group, "loss"),
+        lambda: agreement.sum_gradients([parameter], group),
+        lambda: collectives.gather_to(x, 1, group, "evaluation"),
+    ):
+        with dmu.TrafficMeter() as meter:
+            run()
+        assert meter.calls.keys() == meter.bytes.keys()
+        counted |= {kind: (calls, meter.bytes[kind]) for kind, calls in meter.calls.items()}
+    gathered = collectives.gather_to(x * group.rank, 1, group, "evaluation")
+    return counted, None if gathered is None else [y.tolist() for y in gathered]
+
+
+def test_collectives_outside_of_attention_are_counted():
+    for rank, (counted, gathered) in enumerate(run_ranks(2, counted_small_ones)):
+        assert counted == {
+            ("all_gather_object", "setup"): (1, 0),
+            ("all_gather", "setup"): (1, 2 * 8),
+            ("all_reduce", "loss"): (1, 6 * 4),
+            ("all_reduce", "gradients"): (2, 4 + 8 * 4),
+            ("gather", "evaluation"): (1, 0 if rank == 1 else 6 * 4),
+        }
+        assert gathered == (None if rank == 0 else [[0.0] * 6, [2.0] * 6])
+
+
 def beside_stock(H, G):
     """Compares one step of stock DeepSpeed and of UlyssesAttention and returns what each of their all-to-alls sends."""
     import deepspeed

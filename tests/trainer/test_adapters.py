@@ -31,7 +31,7 @@ GQA = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def lora(model, targets):
-    """Adapters whose both factors are random, so that neither's gradient is zero at the first step."""
+    """Returns adapters with two random factors, so that the gradient of neither is zero at the first step."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
@@ -53,7 +53,7 @@ def wants_gradients(trainer):
 @pytest.mark.parametrize("stage,checkpointing", [(0, False), (2, True), (3, False)])
 @pytest.mark.parametrize("family,prepare,targets", [("deepseek_v3", mla_lora, MLA), ("llama", gqa_lora, GQA)])
 def test_lora(family, prepare, targets, stage, checkpointing):
-    """Adapters on every projection of attention move as in one process; what is frozen stays."""
+    """Adapters on every projection of attention change as in one process, and frozen weights do not change."""
     run = Run(family, prepare=prepare, stage=stage, extra=wants_gradients)
     args = (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", Hashed(use_reentrant=False)))
     for answer in over_ranks(2, Run(**{**vars(run), "args": args}) if checkpointing else run):
@@ -91,7 +91,7 @@ def test_adapters_are_loaded_by_peft_alone():
 
 
 def adapter_forward():
-    """PEFT calls `forward` of the model that it wraps, so a hook on that one would not run: ours is on the outermost."""
+    """PEFT calls `forward` of the model that it wraps, which runs no hooks, so our hook has to be on the outermost model."""
     import ds_mla_ulysses as dmu
 
     model = mla_lora(tiny_model("deepseek_v3"))
@@ -109,14 +109,14 @@ LIGER = {"llama": "logits", "deepseek_v3": "fused"}
 
 @pytest.fixture(scope="module")
 def liger_runs():
-    """All of them in one new process: most of its time it imports."""
+    """One new process runs all cases, because it spends most of its time on imports."""
     script = [sys.executable, str(Path(__file__).parent / "liger_run.py"), *(x for pair in LIGER.items() for x in pair)]
     return subprocess.run(script, capture_output=True, text=True, check=False, timeout=240)
 
 
 @pytest.mark.parametrize("family", LIGER)
 def test_liger(family, liger_runs):
-    """Its loss without logits is this rank's share of the group's; see liger_run.py for what runs on a CPU."""
+    """Liger's loss without logits is this rank's share of the group's loss. liger_run.py says what runs on a CPU."""
     assert f"{family} equal [" in liger_runs.stdout and liger_runs.returncode == 0, liger_runs.stderr[-4000:]
 
 
@@ -124,7 +124,7 @@ def test_liger(family, liger_runs):
 
 
 def sft(run, world, **config):
-    """SFTTrainer with packing: rows of several documents, told apart by position ids."""
+    """SFTTrainer packs several documents into a row and marks them by position ids."""
     from datasets import Dataset
     from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer

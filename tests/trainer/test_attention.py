@@ -22,7 +22,7 @@ from trainer_runs import (
 
 
 def three_documents(perturbed=False):
-    """20, 30 and 14 tokens in a row; only the third has labels."""
+    """Returns documents of 20, 30 and 14 tokens in one row; only the third has labels."""
     made = samples(4, 64, 65, supervise=lambda i, n: range(51, 64))
     for row in made:
         row["position_ids"] = [*range(20), *range(30), *range(14)]
@@ -38,7 +38,7 @@ def no_mask():
 @pytest.mark.parametrize("family", ["deepseek_v3", "llama"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_documents_do_not_see_each_other(family, masked):
-    """With a mask of ones too, with which transformers attends across documents in one process."""
+    """It also passes with a mask of ones, with which transformers attends across documents in one process."""
     collate = None if masked else no_mask
     runs = [
         Run(family, batch=1, steps=1, data=functools.partial(three_documents, perturbed), trainer=collate)
@@ -53,7 +53,7 @@ def test_documents_do_not_see_each_other(family, masked):
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3_text"])
 def test_sliding_windows(family):
-    """Of 8 tokens, in sequences of up to 39; without the window the numbers are others."""
+    """The window has 8 tokens and sequences have up to 39, so the numbers would differ without the window."""
     run = Run(family)
     equals_one_process(2, run)
     whole = dict(sliding_window=None if family != "gemma3_text" else 64)
@@ -64,13 +64,13 @@ def test_sliding_windows(family):
 def test_caps_and_sinks():
     eager = ("attn_implementation", "eager")
     equals_one_process(2, Run("gemma2", (eager,)))
-    # All experts: at a tie between two the last bit of fp32 would choose.
+    # All experts are active. Otherwise the last bit of fp32 would decide a tie between two of them.
     equals_one_process(2, Run("gpt_oss", (eager, ("num_experts_per_tok", 8))))
 
 
 @pytest.mark.parametrize("value_width", [16, 24])
 def test_mla_widths(value_width):
-    """K is 24; gradients of both latents and of the shared key are among those that are compared."""
+    """K is 24. The compared gradients include those of both latents and of the shared RoPE key."""
     got = equals_one_process(2, Run("deepseek_v3", (("v_head_dim", value_width),)))
     for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"):
         assert all(change.any() for name, change in got[0]["change"].items() if part in name)
@@ -81,7 +81,7 @@ def as_many_tokens_as_heads():
 
 
 def test_fewer_key_heads_than_ranks():
-    """4 heads of 1 key head on 4 ranks that hold 4 tokens each: swapped axes would fit."""
+    """4 query heads and 1 KV head on 4 ranks with 4 tokens each: swapped axes would have fitting shapes."""
     model = (("heads", 4), ("kv_heads", 1))
     got = equals_one_process(4, Run("llama", model, sp=4, batch=1, data=as_many_tokens_as_heads))
     assert all(change.any() for name, change in got[0]["change"].items() if "k_proj.weight" in name or "v_proj" in name)
@@ -131,7 +131,7 @@ def test_a_fixed_length_in_the_config():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(reentrant):
-    """5 steps of different lengths."""
+    """The 5 steps have different lengths."""
     assert_equal(over_ranks(2, Run(steps=5, args=checkpointing(reentrant)))[0], reference(Run(steps=5)))
 
 
@@ -156,7 +156,7 @@ def test_torch_compile_of_the_trainer():
 
 
 def other_models(run):
-    """A plain model of the same config, asked by a callback at every step, on every rank."""
+    """A callback runs a plain model of the same config at every step, on every rank."""
     import torch.distributed as dist
     from models import tiny_model
     from transformers import TrainerCallback

@@ -30,13 +30,13 @@ def of_61():
 
 
 def test_61_tokens_on_4_ranks():
-    """Padding to 64 is not seen by any number; nor is it a document whose tokens are attended."""
+    """Padding to 64 tokens changes no number, and no token attends to it."""
     equals_one_process(4, Run(sp=4, batch=1, data=of_61))
     equals_one_process(4, Run("mistral", sp=4, batch=1, data=of_61))
 
 
 def test_only_sp_size_is_set():
-    """ParallelismConfig(sp_size=2) alone on 4 processes: data parallelism is what is left."""
+    """With ParallelismConfig(sp_size=2) alone on 4 processes, the other processes are data-parallel."""
     run = Run(args=(("gradient_accumulation_steps", 2),), only_sp_size=True)
     equals_one_process(4, run)
 
@@ -66,7 +66,7 @@ def seven():
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_short_last_batch(batch, drop):
-    """As in data parallelism, the first samples fill up the last round."""
+    """The first samples fill up the last round, as in data parallelism."""
     args = (("num_train_epochs", 3), ("dataloader_drop_last", drop))
     got = over_ranks(2, Run(batch=batch, steps=None, args=args, data=seven))
     steps = {(1, False): 24, (1, True): 18, (2, False): 12, (2, True): 6}[batch, drop]
@@ -102,7 +102,7 @@ def stream_of_one_length():
 
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_iterable_datasets(dispatch):
-    """Each rank reads its own, or the first reads for all (then of one length, or Accelerate fails)."""
+    """Each rank reads different samples, or the first rank reads for all; Accelerate then requires one length."""
     run = Run(data=stream_of_one_length if dispatch else stream)
     args = dataclasses.replace(run, args=(("accelerator_config", f'{{"dispatch_batches": {str(dispatch).lower()}}}'),))
     for answer in over_ranks(2, args):
@@ -114,7 +114,7 @@ def test_loading_in_worker_processes():
 
 
 def with_positions():
-    """Two documents in each sample, told by positions that restart; and a column that no model takes."""
+    """Returns samples with two documents, whose positions restart, and with a column that no model accepts."""
     made = samples()
     for row in made:
         n = len(row["input_ids"])
@@ -124,7 +124,7 @@ def with_positions():
 
 
 class Packed(Collate):
-    """Without a mask, with which transformers would attend across documents in one process."""
+    """Leaves the mask out, with which transformers would attend across documents in one process."""
 
     def __call__(self, rows):
         assert all("unused" not in row for row in rows)
@@ -157,9 +157,9 @@ def plain_rows():
 
 
 def test_padding_free_batches():
-    """transformers' own collator; boundaries for flash attention are told by its position ids as well."""
+    """The position ids of transformers' collator mark the same boundaries as its arguments for flash attention."""
     run = Run(data=plain_rows, trainer=flattened)
-    # One process runs the same batches without the boundaries, which sdpa does not take.
+    # One process runs the same batches without these arguments, which sdpa does not accept.
     for answer in over_ranks(2, run):
         assert_equal(answer, reference(Run(data=plain_rows, trainer=flattened_plain)))
 
@@ -182,7 +182,7 @@ def with_saves(run, world, folder, resume=None, steps=8):
 
 
 def resumed(run, folder):
-    """Trains 8 steps, saving at the third; then goes on from there in a new Trainer."""
+    """Trains 8 steps and saves after the third, then resumes from there in a new Trainer."""
     import torch.distributed as dist
 
     import ds_mla_ulysses
@@ -204,14 +204,14 @@ def resumed(run, folder):
 
 @pytest.mark.parametrize("stage,strategy,accumulation", [(2, "sequential", 1), (3, "random", 1), (2, "random", 2)])
 def test_mid_epoch_resume(stage, strategy, accumulation):
-    """An epoch has 12 micro-batches: of one sample, on two ranks. 3 steps end within a round of the ranks."""
+    """An epoch has 12 micro-batches of one sample on two ranks, so 3 steps end within a round of the ranks."""
     args = (("train_sampling_strategy", strategy), ("gradient_accumulation_steps", accumulation))
     run = Run(batch=1, stage=stage, args=args, data=twelve, config=(("gradient_clipping", 0.0),))
     folder = tempfile.mkdtemp()
     try:
         for whole, rest in run_ranks(2, resumed, run, folder):
             assert rest["steps"] == (8, 8)
-            assert rest["losses"][:3] == whole["losses"][:3]  # of the log that was saved
+            assert rest["losses"][:3] == whole["losses"][:3]  # from the saved log
             assert all(abs(a - b) <= 1e-5 * b for a, b in zip(rest["losses"], whole["losses"], strict=True))
             assert len(whole["losses"]) == 8
     finally:
@@ -223,7 +223,7 @@ def twelve():
 
 
 def skips():
-    """Every number of skipped micro-batches, of a loader alone: a list of batches of different lengths."""
+    """Skips every possible number of micro-batches of a loader without a Trainer; lengths differ."""
     import torch.distributed as dist
     from accelerate import Accelerator
 
@@ -264,7 +264,7 @@ def test_skipping():
 
 
 def boundaries(accumulation):
-    """An Accelerate loop: where gradients are due, with a last round that is shorter than the accumulation."""
+    """Returns at which micro-batches of an Accelerate loop gradients are due; the last round may be shorter."""
     import torch.distributed as dist
     from accelerate import Accelerator
 
@@ -322,11 +322,11 @@ def test_different_numbers_of_batches():
     raises_on_ranks(2, ValueError, r"different numbers of batches, \[4, 3\]", sharded, run)
 
 
-# What goes wrong on one rank is raised on all
+# An error on one rank is raised on all ranks
 
 
 class Broken(torch.utils.data.Dataset):
-    """Fails to read one sample, on the rank that reads it."""
+    """Fails to read one sample."""
 
     def __len__(self):
         return 8
@@ -345,6 +345,35 @@ def test_a_rank_that_cannot_read():
     raises_on_ranks(
         2, ValueError, "rank 1 of the group: cannot read its batch: OSError: disk", sharded, Run(batch=1, data=broken)
     )
+
+
+def cause_of_failure():
+    """The loader fails on rank 1. Returns what was read, and whether the cause is the loader's exception or None."""
+    import torch.distributed as dist
+
+    from ds_mla_ulysses import ShardedDataLoader
+    from ds_mla_ulysses.comm.group import SequenceGroup
+
+    original = OSError("disk")
+
+    class Loader(list):
+        def __iter__(self):
+            yield self[0]
+            if dist.get_rank() == 1:
+                raise original
+            yield self[1]
+
+    batches = Loader([{"input_ids": torch.full((1, 4), i + 10 * dist.get_rank())} for i in range(2)])
+    loader = iter(ShardedDataLoader(batches, SequenceGroup.of(dist.group.WORLD), "cpu"))
+    read = [next(loader)["input_ids"].tolist(), next(loader)["input_ids"].tolist()]
+    with pytest.raises(ValueError, match="rank 1 of the group: cannot read its batch: OSError: disk") as caught:
+        next(loader)
+    return read, caught.value.__cause__ is original, caught.value.__cause__ is None
+
+
+def test_the_cause_of_a_failed_read():
+    read = [[[0, 0]], [[10, 10]]]
+    assert run_ranks(2, cause_of_failure) == [(read, False, True), (read, True, False)]
 
 
 class BadOnce(Collate):
@@ -380,7 +409,7 @@ def test_a_bad_batch_of_one_rank():
 
 
 def exchanged():
-    """Batches that differ in everything, one rank without any, and what cannot be split."""
+    """The batches differ in everything, one rank has none, and some values cannot be split."""
     import torch.distributed as dist
 
     from ds_mla_ulysses.comm.group import SequenceGroup

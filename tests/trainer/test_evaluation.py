@@ -6,7 +6,7 @@ import torch
 from rank_pool import run_ranks
 from trainer_runs import Collate, Run, build, installed, reference, samples
 
-# What is evaluated: batches of rows of different lengths, labels on a part of each.
+# Batches for evaluation have rows of different lengths, with labels on a part of each row.
 EVAL = dict(per_device_eval_batch_size=2)
 
 
@@ -15,7 +15,7 @@ def of_evaluation(count=8):
 
 
 class Left(Collate):
-    """Pads on the left, without positions, as generation does."""
+    """Pads on the left without position ids, as generation does."""
 
     def __init__(self):
         super().__init__("left")
@@ -27,7 +27,7 @@ def metrics(prediction):
 
 
 def evaluated(run, world, with_metrics=False, collate=None, count=8):
-    """Loss before and after training, predictions, generated tokens; and what the evaluation sent."""
+    """Returns metrics after training, predictions, generated tokens, losses and the collectives of the evaluation."""
     import ds_mla_ulysses as dmu
 
     trainer = build(run, world, **EVAL)
@@ -73,7 +73,7 @@ def check(size, run, *args):
         if want["predictions"] is not None:
             assert np.array_equal(answer["labels"], want["labels"])
             assert answer["predictions"].shape == want["predictions"].shape
-            # Beyond a row's own length both are padded: by -100, or by what the padded tokens give.
+            # Beyond the length of a row both are padded, either by -100 or by the results of padded tokens.
             real = want["labels"] != -100
             assert np.abs(answer["predictions"] - want["predictions"])[real].max() < 1e-3
         if run.stage != 3:
@@ -95,7 +95,7 @@ def test_metrics_and_predictions(sharded):
 
 
 def test_predictions_of_head_and_tail():
-    """Their logits are put back in the order of the tokens."""
+    """The logits are put back into the order of the tokens."""
     check(2, Run(sp_in_eval=True, steps=2, strategy="gather_kv", split="head_tail"), True)
 
 
@@ -123,7 +123,7 @@ def with_evaluation():
 
 
 def alternating(run):
-    """Evaluation between steps changes nothing, and training goes on sharded."""
+    """Evaluation between steps changes nothing, and training remains sharded."""
     import torch.distributed as dist
 
     with installed(run):

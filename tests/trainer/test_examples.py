@@ -9,7 +9,7 @@ import pytest
 from launching import ROOT, launch, run_script
 
 HF_TRAINER = ROOT / "examples" / "train_hf_trainer.py"
-# Odd lengths, and steps that end within a round of the loader.
+# The lengths are odd, and steps end within a round of the loader.
 SMALL = ("--verify", "--steps", "2", "--seq-len", "63", "--accumulation", "3", "--batch-size", "2")
 
 
@@ -31,7 +31,7 @@ def test_trainer_equals_a_plain_one(tmp_path):
 
 
 def test_accelerate_launch_with_our_config(tmp_path):
-    """What the config file says is not in the script: ZeRO-3, and two processes to a sequence. MoBA, half of the time."""
+    """ZeRO-3 and the size of the groups come from the config file. Half of the steps run MoBA."""
     options = ("--sp-in-eval", "--output", tmp_path, "--json", tmp_path / "result.json")
     options += ("--attn", "moba", "--block", 8, "--full-after", 0.5)
     result = launch("accelerate", HF_TRAINER, *SMALL, *options)
@@ -39,7 +39,7 @@ def test_accelerate_launch_with_our_config(tmp_path):
 
 
 def test_verify_fails_if_the_gradient_is_wrong(tmp_path):
-    """By 1%, and in the processes only: the one process starts the example itself."""
+    """The numbers are wrong by 1% in the processes only, because the single process starts the example itself."""
     wrong = tmp_path / "wrong.py"
     wrong.write_text(f"""
 import runpy
@@ -65,7 +65,7 @@ def test_sft_of_packed_documents(tmp_path):
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
-# It does not know of this package.
+# The script does not use this package.
 SCRIPT = """
 import argparse, json, os, sys
 
@@ -110,7 +110,7 @@ if torch.distributed.is_initialized():
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """A script, and what it says in one process."""
+    """Returns a script, and its output in one process."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "train.py").write_text(SCRIPT)
     result = launch("python", folder / "train.py", folder / "plain.json")

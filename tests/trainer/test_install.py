@@ -30,11 +30,14 @@ from trainer_runs import (
 import ds_mla_ulysses
 from ds_mla_ulysses.version import REQUIREMENTS
 
-# Every row of the table in integrations/trainer.py, written out once more.
+# Every row of the table in integrations/install.py.
 SYMBOLS = [
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF", "register_with_transformers"),
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", None, "UlyssesSPDataLoaderAdapter"),
     ("deepspeed", None, "initialize"),
+    ("deepspeed.utils.groups", None, "_get_sequence_parallel_group"),
+    ("deepspeed.utils.groups", None, "_get_sequence_parallel_world_size"),
+    ("deepspeed.utils.groups", None, "_get_sequence_parallel_rank"),
     ("accelerate.accelerator", "Accelerator", "deepspeed_ulysses_dl_adapter"),
     ("accelerate.accelerator", None, "skip_first_batches"),
     ("transformers.trainer", None, "skip_first_batches"),
@@ -53,7 +56,7 @@ def found():
 
 
 def others():
-    """All other attributes of the modules and classes that install touches."""
+    """Returns all other attributes of the modules and classes in which install replaces symbols."""
     from transformers import AttentionInterface
 
     everything = {"attention functions": (AttentionInterface._global_mapping.keys() - {"ds_mla_ulysses"})}
@@ -76,12 +79,38 @@ def test_uninstall_puts_every_symbol_back(sp_in_eval):
     before, rest = found(), others()
     ds_mla_ulysses.install(sp_in_eval=sp_in_eval)
     replaced = [a is not b for a, b in zip(found(), before, strict=True)]
-    assert replaced == [True] * 8 + [sp_in_eval]
+    assert replaced == [True] * 11 + [sp_in_eval]
     assert others() == rest
     ds_mla_ulysses.uninstall()
     assert all(a is b for a, b in zip(found(), before, strict=True))
     assert others() == rest
     ds_mla_ulysses.uninstall()
+
+
+def test_the_end_of_the_interpreter_uninstalls(monkeypatch):
+    import atexit
+
+    before, at_exit = found(), []
+    monkeypatch.setattr(atexit, "register", lambda function, *args: at_exit.append((function, args)))
+    ds_mla_ulysses.install(sp_in_eval=True)
+    assert (ds_mla_ulysses.uninstall, ()) in at_exit
+    assert not any(a is b for a, b in zip(found(), before, strict=True))
+    for function, args in reversed(at_exit):
+        function(*args)
+    assert all(a is b for a, b in zip(found(), before, strict=True))
+
+
+def test_a_symbol_that_is_replaced_twice():
+    """Every original is read before the first replacement, so no replacement is taken for an original."""
+    from ds_mla_ulysses.integrations.accelerate import RegisteredModels
+    from ds_mla_ulysses.integrations.install import Installation, symbols_of
+
+    before, models = found(), RegisteredModels({})
+    symbols = symbols_of(models, sp_in_eval=True)
+    installation = Installation({}, models, [*symbols, *symbols])
+    assert not any(a is b for a, b in zip(found(), before, strict=True))
+    installation.undo()
+    assert all(a is b for a, b in zip(found(), before, strict=True))
 
 
 def test_signatures_are_kept():
@@ -142,7 +171,7 @@ def test_a_missing_symbol(monkeypatch):
 
 
 def test_a_trainer_without_sequence_parallelism():
-    """install changes nothing for it: one process, no DeepSpeed."""
+    """install changes nothing for a Trainer in one process without DeepSpeed."""
     want = reference(Run())
     with fresh_state():
         ds_mla_ulysses.install(sp_in_eval=True)
@@ -165,7 +194,7 @@ def installed(**settings):
 
 
 def without_sp(run):
-    """DeepSpeed with data parallelism alone."""
+    """Trains with DeepSpeed and data parallelism alone."""
     import torch.distributed as dist
 
     with installed():
@@ -183,7 +212,7 @@ def test_sp_size_1(stage):
 
 
 def two_trainers(run, same_model, families):
-    """One after the other, each with its optimizer; groups are not made anew."""
+    """Runs Trainers one after the other, each with a new optimizer, and counts the process groups after each."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
@@ -236,7 +265,7 @@ def reference_of_two():
 
 
 def trains_plainly_afterwards(run):
-    """After uninstall a plain model and a plain engine are right in the same process."""
+    """After uninstall, a plain model and a plain engine train correctly in the same process."""
     import torch.distributed as dist
     from deepspeed.utils import groups
 
@@ -302,7 +331,7 @@ def test_saved_models_are_plain_ones(stage):
 
 
 def continued(run, folder, sp):
-    """Goes on from a checkpoint with another sequence-parallel size, on the same number of processes."""
+    """Resumes from a checkpoint with another sequence-parallel size on the same number of processes."""
     import dataclasses
 
     import torch.distributed as dist
@@ -323,7 +352,7 @@ def test_resuming_with_another_sp_size(stage):
         run_ranks(4, saved, run, folder)
         logs = {sp: run_ranks(4, continued, run, folder, sp)[0] for sp in (4, 2, 1)}
         assert all(steps == 5 for _, steps in logs.values())
-        # From the same weights: the first step's loss is that of its own samples in each.
+        # All runs resume with the same log of the first three steps.
         assert len({tuple(losses[:3]) for losses, _ in logs.values()}) == 1
     finally:
         shutil.rmtree(folder)
@@ -338,7 +367,7 @@ def from_pretrained(folder, run):
     from transformers import AutoModelForCausalLM, Trainer
 
     with installed():
-        arguments = training_arguments(run, dist.get_world_size())  # kept alive: it switches zero.Init on
+        arguments = training_arguments(run, dist.get_world_size())  # transformers uses zero.Init as long as this exists
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert all(hasattr(p, "ds_id") for p in model.parameters())
         trainer = Trainer(model=model, args=arguments, train_dataset=dataset(run), data_collator=Collate())
@@ -359,17 +388,17 @@ def test_models_loaded_under_zero_3(size):
         shutil.rmtree(folder)
 
 
-# Subclasses and loops of one's own
+# Subclasses and custom loops
 
 
 def own_loop(stage):
-    """Accelerate without a Trainer: prepare takes model, optimizer and loader; handle_of gives the loss."""
+    """Trains with Accelerate without a Trainer. The loss comes from handle_of(engine)."""
     import torch.distributed as dist
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import ParallelismConfig
 
     with installed():
-        model = tiny_model("llama", torch.float32)  # before the plugin, which switches zero.Init on
+        model = tiny_model("llama", torch.float32)  # before the plugin, which makes transformers use zero.Init
         config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
         config |= {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
         sizes = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_shard_size=dist.get_world_size() // 2)
@@ -406,7 +435,7 @@ def test_a_loop_with_accelerate(size, stage):
 
 
 def documented_loop(stage, of_the_group):
-    """The loop of Accelerate's documentation and of its test_ds_alst_ulysses_sp.py, with one SGD step for each batch."""
+    """Runs the loop of Accelerate's documentation and of its test_ds_alst_ulysses_sp.py, one SGD step for each batch."""
     import torch.distributed as dist
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import ParallelismConfig
@@ -457,7 +486,7 @@ def documented_loop(stage, of_the_group):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_loop_that_accelerate_documents(stage):
-    """Its loss is one number on all ranks of the group, by a gather that is differentiable: it passes, and is right."""
+    """A differentiable gather makes its loss the same on all ranks of the group, so it is accepted and correct."""
     want = reference(Run("llama"))
     for answer in run_ranks(2, documented_loop, stage, True):
         assert_equal(answer, want)
@@ -465,6 +494,43 @@ def test_the_loop_that_accelerate_documents(stage):
 
 def test_a_mean_of_one_ranks_tokens_in_that_loop():
     raises_on_ranks(2, RuntimeError, "the loss is not that of the sequence-parallel group", documented_loop, 2, False)
+
+
+def plain_engine_beside(stage):
+    """Builds a plain engine while another model is sequence-parallel, and returns the weight after two steps."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    with installed():
+        trainer = build(Run("llama", stage=stage), 2)
+        trainer.train()
+        handle = ds_mla_ulysses.handle_of(trainer.model)
+        assert groups._get_sequence_parallel_world_size() == 2
+        plain = torch.nn.Linear(3, 3)
+        torch.nn.init.ones_(plain.weight)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        }
+        engine, *_ = deepspeed.initialize(model=plain, config=config)
+        assert engine.sequence_parallel_size == 1
+        for rows in range(1, 3):
+            engine.backward(engine(torch.full((2, 3), float(rows + 2 * handle.group.rank))).sum())
+            engine.step()
+        assert groups._get_sequence_parallel_world_size() == 2
+        assert groups._get_sequence_parallel_group() is handle.group.process_group
+        return parameters(plain)["weight"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_plain_engine_beside_a_parallelized_model(stage):
+    """Each rank has two rows of `rows + 2 * rank`, so the mean over ranks of the gradient is 2 * (rows + 1)."""
+    want = torch.full((3, 3), 1 - 0.1 * 2 * ((1 + 1) + (2 + 1)))
+    for weight in run_ranks(2, plain_engine_beside, stage):
+        torch.testing.assert_close(weight, want)
 
 
 def register(how):
@@ -564,7 +630,7 @@ def test_a_compute_loss_on_top_of_the_trainers():
 
 
 def other_forwards(run):
-    """In the middle of training: a plain forward with gradients, of whole sequences, inside plain()."""
+    """Runs plain forwards of whole sequences with gradients inside plain() between the steps."""
     import torch.distributed as dist
     from transformers import TrainerCallback
 

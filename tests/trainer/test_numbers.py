@@ -12,7 +12,7 @@ from trainer_runs import Run, equals_one_process, over_ranks, reference, samples
 @pytest.mark.parametrize("size,clip", [(2, 0.0), (4, 0.5), (4, 0.0)])
 @pytest.mark.parametrize("stage", range(4))
 def test_zero_stages_and_data_parallelism(stage, size, clip):
-    # Data-parallel groups read rounds of as many batches as there are ranks: two micro-batches make a step of
+    # Each data-parallel group reads as many batches in a round as it has ranks, so with two micro-batches a step has
     # the same samples as in one process.
     steps = (("gradient_accumulation_steps", 2),)
     equals_one_process(size, Run(stage=stage, args=(*steps, ("max_grad_norm", clip))))
@@ -24,7 +24,7 @@ def test_other_models(family):
 
 
 def few_and_many():
-    """4 labels in one micro-batch, 63 in the other."""
+    """Returns samples with 4 labels in one micro-batch and 63 in the other."""
     return samples(8, 64, 65, supervise=lambda i, n: range(n - 4, n) if i % 2 == 0 else range(1, n))
 
 
@@ -44,7 +44,7 @@ def eight():
 
 
 def on_one_rank():
-    """Labels on the first half of even samples, on the second half of odd ones."""
+    """Puts labels on the first half of even samples and on the second half of odd ones."""
     return samples(12, 32, 33, supervise=lambda i, n: range(3, 9) if i % 2 == 0 else range(20, 30))
 
 
@@ -64,7 +64,7 @@ def test_no_labels_at_all(stage):
 
 
 def first_of_rank_1():
-    """Of 32 tokens on two ranks, the label of token 16 only: it is predicted by the last token of rank 0."""
+    """Only token 16 of 32 has a label, which the last token of rank 0 predicts on two ranks."""
     return samples(12, 32, 33, supervise=lambda i, n: range(16, 17))
 
 
@@ -81,12 +81,12 @@ def test_label_smoothing(accumulation):
 
 
 def of_each_group():
-    """The first and the third sample of every four have few labels: in a step, groups have unequal numbers."""
+    """The first and the third of every four samples have few labels, so groups have unequal numbers in a step."""
     return samples(16, 24, 25, supervise=lambda i, n: range(n - 3, n) if i % 4 < 2 else range(2, n))
 
 
 def test_tokens_not_averaged_across_devices():
-    """Each data-parallel group's own mean, then the mean of those: what two processes without sharing get."""
+    """Returns the mean of the means of the data-parallel groups, as two processes without sharing compute it."""
     args = (("average_tokens_across_devices", False), ("gradient_accumulation_steps", 2))
     got = over_ranks(4, Run(batch=1, data=of_each_group, args=args, steps=1))
     runs = [Run(batch=2, data=functools.partial(part, group), steps=1) for group in range(2)]
@@ -99,7 +99,7 @@ def test_tokens_not_averaged_across_devices():
 
 
 def part(group):
-    """What a group of two ranks reads in the first round of four batches."""
+    """Returns the samples that a group of two ranks reads in the first round of four batches."""
     return of_each_group()[2 * group : 2 * group + 2]
 
 
@@ -171,7 +171,7 @@ def from_files(stage):
 
 
 def test_the_configs_of_this_repository():
-    """AdamW, clipping, bucket sizes: the ZeRO stages agree with each other."""
+    """With AdamW, clipping and the bucket sizes of the configs, the ZeRO stages agree with each other."""
     said_twice = (("adam_beta2", 0.95), ("weight_decay", 0.1), ("max_grad_norm", 1.0))
     args = (("learning_rate", 1e-3), *said_twice)
     runs = [over_ranks(2, Run(config=from_files(stage), args=args))[0] for stage in (1, 2, 3)]

@@ -1,6 +1,6 @@
-"""The same Trainer run in one plain process and over ranks with install(), and the comparison of the two.
+"""Runs the same Trainer in one plain process and over ranks with install(), and compares the two.
 
-A run is told by a Run; `reference(run)` trains in this process, without this package, on the samples of the
+A Run describes a run. `reference(run)` trains in this process, without this package, on the samples of the
 same optimizer steps; `over_ranks(size, run)` trains over the ranks of a pool. Both return a dict:
 
     losses, norms      as the Trainer logs them, one for each optimizer step
@@ -30,7 +30,7 @@ OF_INSTALL = ("sp_in_eval", "strategy", "split", "head_chunks")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run; all of it can be pickled and hashed.
+    """Describes a training run. It can be pickled and hashed.
 
     Attributes:
         family, model: arguments of `tiny_model`.
@@ -67,21 +67,21 @@ class Run:
 
 
 class Hashed(dict):
-    """Nested settings of a Run, which is hashed."""
+    """Nested settings of a Run that can be hashed."""
 
     def __hash__(self) -> int:
         return hash(tuple(self.items()))
 
 
 def plain(settings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """Settings of a Run as ordinary dicts, which checkpoints may pickle."""
+    """Returns settings of a Run as ordinary dicts, which checkpoints may pickle."""
     return {name: dict(value) if isinstance(value, Hashed) else value for name, value in settings}
 
 
 def samples(
     count: int = 24, low: int = 12, high: int = 40, seed: int = 3, supervise: Callable[[int, int], range] | None = None
 ) -> list[dict[str, Any]]:
-    """Random samples of different odd and even lengths; the first part of each is a prompt without labels.
+    """Returns random samples of different odd and even lengths, each of which begins with a prompt without labels.
 
     Args:
         supervise: (sample, length) -> tokens with labels.
@@ -98,7 +98,7 @@ def samples(
 
 
 class Collate:
-    """Pads on the right (or left) with a mask, and remembers which samples it was given."""
+    """Pads on the right (or left), adds a mask, and records the samples that it has seen."""
 
     def __init__(self, side: str = "right") -> None:
         self.seen: list[int] = []
@@ -125,9 +125,9 @@ def dataset(run: Run) -> list[dict[str, Any]]:
 
 
 def reference(run: Run, groups: int = 1) -> dict[str, Any]:
-    """The run in this process; `groups` data-parallel groups make its batch as many times as large.
+    """Trains in this process; the batch is `groups` times as large, as with so many data-parallel groups.
 
-    Trained once for all runs that differ only in how they are spread over ranks, as one process reads none of that.
+    Runs that differ only in how they are spread over ranks share one result.
     """
     spread = ("sp", "stage", "only_sp_size", "config", "handler", *OF_INSTALL)
     return _of_one_process(dataclasses.replace(run, **{name: getattr(Run, name) for name in spread}), groups)
@@ -139,12 +139,12 @@ def _of_one_process(run: Run, groups: int) -> dict[str, Any]:
 
 
 def over_ranks(size: int, run: Run) -> list[dict[str, Any]]:
-    """What each rank returned."""
+    """Returns the results of all ranks."""
     return run_ranks(size, sharded, run)
 
 
 def sharded(run: Run) -> dict[str, Any]:
-    """On a rank of a pool: the run with install(), which is undone afterwards."""
+    """Trains on a rank of a pool with install(), and uninstalls afterwards."""
     import torch.distributed as dist
 
     with installed(run):
@@ -153,7 +153,7 @@ def sharded(run: Run) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def installed(run: Run) -> Iterator[None]:
-    """What the run says of install(), which is undone afterwards, in a fresh state."""
+    """Calls install() with the run's arguments in a fresh state, and uninstalls afterwards."""
     import ds_mla_ulysses
 
     with fresh_state():
@@ -166,7 +166,7 @@ def installed(run: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh_state():
-    """Accelerate, transformers and DeepSpeed as in a process that has just begun."""
+    """Resets Accelerate, transformers and DeepSpeed to their state in a new process, before and after the block."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -193,7 +193,7 @@ def deepspeed_config(run: Run) -> dict[str, Any]:
 
 
 def training_arguments(run: Run, world: int, groups: int = 1, kind: Any = None, **more: Any) -> Any:
-    """TrainingArguments of a run, or of a `kind` derived from them; `world` 0 is one plain process."""
+    """Returns the TrainingArguments of a run, or those of a subclass `kind`. `world` 0 is one plain process."""
     from transformers import TrainingArguments
 
     settings: dict[str, Any] = dict(
@@ -226,7 +226,7 @@ def training_arguments(run: Run, world: int, groups: int = 1, kind: Any = None, 
 
 
 def build(run: Run, world: int, groups: int = 1, **more: Any) -> Any:
-    """The Trainer of a run; its model is built before the TrainingArguments, so not under zero.Init."""
+    """Returns the Trainer of a run. Its model is built before the TrainingArguments, so without zero.Init."""
     from transformers import Trainer
 
     model = tiny_model(run.family, **{"dtype": torch.float32, **dict(run.model)})
@@ -263,7 +263,7 @@ def result(trainer: Any, before: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters, gathered where ZeRO-3 has partitioned them."""
+    """Returns copies of all parameters, gathered if ZeRO-3 has partitioned them."""
     from deepspeed.runtime.zero import GatheredParameters
 
     copies = {}
@@ -274,14 +274,14 @@ def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(got: dict[str, Any], want: dict[str, Any], rtol: float = RTOL) -> None:
-    """Losses, gradient norms and the change of every parameter."""
+    """Compares losses, gradient norms and the change of every parameter."""
     assert len(got["losses"]) == len(want["losses"]) > 0
     for name in ("losses", "norms"):
         for a, b in zip(got[name], want[name], strict=True):
             assert a is not None and abs(a - b) <= rtol * max(abs(b), 1e-6), (name, got[name], want[name])
     assert all(torch.isfinite(x).all() for x in got["change"].values())
     worst = gradient_errors(got["change"], want["change"])[:3]
-    # What is stored is rounded to fp32, so a parameter that hardly moved is known only so well.
+    # Parameters are rounded to fp32, which limits the precision of small changes.
     worst = [(error, name) for error, name in worst if error > rtol and not _is_rounding(got, want, name)]
     assert not worst, worst
 
@@ -291,7 +291,7 @@ def _is_rounding(got: dict[str, Any], want: dict[str, Any], name: str) -> bool:
 
 
 def equals_one_process(size: int, run: Run, rtol: float = RTOL) -> list[dict[str, Any]]:
-    """Trains both and compares every rank; returns what the ranks returned."""
+    """Trains in one process and over ranks, compares every rank, and returns the results of the ranks."""
     want = reference(run, size // run.sp)
     got = over_ranks(size, run)
     for answer in got:

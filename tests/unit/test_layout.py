@@ -5,7 +5,7 @@ import torch
 from models import packed_batch, padded_batch, random_batch, token_loss
 
 from ds_mla_ulysses.comm.group import SequenceGroup
-from ds_mla_ulysses.layout.batch import shard_batch
+from ds_mla_ulysses.layout.batch import _parcels, shard_batch
 from ds_mla_ulysses.layout.documents import Documents, find_documents, gather_documents
 from ds_mla_ulysses.layout.heads import HeadPartition
 from ds_mla_ulysses.layout.loss import sequence_loss
@@ -166,6 +166,15 @@ def test_labels_are_shifted_before_the_split(S, size):
     assert torch.equal(positions[:, :S], torch.arange(S).expand(2, S))
     padding = positions[0, S:]
     assert torch.equal(padding, torch.arange(len(padding)))  # one more document
+
+
+@pytest.mark.parametrize("split", ["contiguous", "head_tail"])
+def test_a_parcel_holds_no_more_than_its_shard(split):
+    """A slice would be pickled with the whole tensor that it is a view of."""
+    batch = random_batch(2, 4096)
+    parcels = _parcels(batch, SequenceGroup(None, 0, 4, split))
+    of_shard = 3 * 2 * 1024 * 8  # input_ids, position_ids and shift_labels, int64
+    assert len(parcels) == 4 and all(of_shard < len(parcel) < of_shard + 4096 for parcel in parcels)
 
 
 def test_every_tensor_of_the_sequence_is_split_and_the_rest_passed_on():

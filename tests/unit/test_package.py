@@ -130,12 +130,107 @@ def test_an_engine_is_refused_below_the_lower_bound_only(version, is_refused, mo
         raise Reached
 
     monkeypatch.setattr(deepspeed, "__version__", version)
-    monkeypatch.setattr(integration, "_refuse", settings_are_checked)
+    monkeypatch.setattr(integration, "_check_settings", settings_are_checked)
     model = nn.Linear(2, 2)
     handle = SimpleNamespace(is_restored=False, model=model)
     message = rf"With DeepSpeed {version} the updates differ.*install deepspeed >= 0.19.0"
     with pytest.raises(RuntimeError, match=message) if is_refused else pytest.raises(Reached):
         integration.build_engine(deepspeed.initialize, handle, {}, {"model": model})
+
+
+#: Functions of torch.distributed that move data between ranks.
+COLLECTIVES = re.compile(
+    r"all_gather|all_reduce|all_to_all|barrier|broadcast|gather|irecv|isend|monitored_barrier|recv|reduce|scatter|send"
+)
+
+
+def collectives_called(source):
+    """Lines with a collective of torch, however its module was imported."""
+    tree, found = ast.parse(source), []
+    modules, functions = {"torch.distributed"}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {a.asname for a in node.names if a.asname and a.name.startswith("torch.distributed")}
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("torch"):
+            inside = node.module.startswith("torch.distributed")
+            modules |= {a.asname or a.name for a in node.names if inside or a.name == "distributed"}
+            functions |= {a.asname or a.name for a in node.names if inside and COLLECTIVES.match(a.name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            is_collective = owner in modules or owner.startswith("torch.distributed.")
+            if (is_collective and COLLECTIVES.match(node.attr)) or node.attr == "_c10d_functional":
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.Name) and node.id in functions:
+            found.append(f"line {node.lineno}: {node.id}")
+    return found
+
+
+@FILES
+def test_collectives_are_called_in_one_place(path):
+    """There they are counted; `TrafficMeter` says that the measurements are not."""
+    found = collectives_called(path.read_text())
+    name = str(path.relative_to(PACKAGE))
+    if name in ("comm/agreement.py", "comm/collectives.py", "planner/auto.py"):
+        assert found
+    else:
+        assert not found, found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "import torch\ntorch.distributed.broadcast_object_list([x])",
+        "from torch import distributed\ndistributed.barrier()",
+        "from torch.distributed import reduce_scatter_tensor as rs\nrs(x, y)",
+        "import torch.distributed.nn.functional as fn\nfn.all_gather(x)",
+        "from torch.distributed.nn import functional\nfunctional.all_gather(x)",
+        "import torch.distributed._functional_collectives as funcol\nfuncol.all_to_all_single(x)",
+        "import torch\ntorch.ops._c10d_functional.wait_tensor(x)",
+        "import torch.distributed as dist\nexchange = dist.all_to_all_single",
+    ],
+)
+def test_collectives_are_found(source):
+    assert len(collectives_called(source)) == 1
+
+
+def test_other_functions_of_torch_distributed_are_no_collectives():
+    assert not collectives_called("import torch.distributed as dist\ndist.get_rank(), dist.new_group(), x.gather(1)")
+
+
+#: The tables of what `install` replaces: in the documentation and at the top of the code's table.
+TABLES = {
+    "docs/how-it-works.md": "## What `install` patches\n",
+    "ds_mla_ulysses/integrations/install.py": "These symbols are replaced",
+}
+
+
+@pytest.mark.parametrize("file", TABLES)
+def test_the_table_of_replaced_symbols_is_that_of_the_code(file):
+    from ds_mla_ulysses.integrations.accelerate import RegisteredModels
+    from ds_mla_ulysses.integrations.install import symbols_of
+
+    always, all_symbols = (
+        {f"{symbol.module}.{symbol.path}" for symbol in symbols_of(RegisteredModels({}), sp_in_eval=sp_in_eval)}
+        for sp_in_eval in (False, True)
+    )
+    text = (PACKAGE.parent / file).read_text().partition(TABLES[file])[2]
+    rows = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE).group().splitlines()[2:]
+    said = []
+    for row in rows:
+        cell = row.split("|")[1]
+        packages, names = cell.partition(":")[0], re.findall("`([^`]+)`", cell.partition("(with")[0])
+        found = [
+            full
+            for full in all_symbols
+            if any(full.startswith(package.strip() + ".") for package in packages.split(","))
+            and any(full.endswith("." + name) for name in names)
+        ]
+        assert len(found) == len(names) * len(packages.split(",")), row
+        assert all((full not in always) == ("(with `sp_in_eval`)" in cell) for full in found), row
+        said += found
+    assert sorted(said) == sorted(all_symbols)
 
 
 def metadata_of_setup(monkeypatch):
@@ -239,7 +334,7 @@ def changes_of_module_state(source):
 
 
 #: The files that may use `PROCESS`, whose docstring gives the reasons.
-USES_PROCESS_STATE = {"comm/traffic.py", "integrations/trainer.py"}
+USES_PROCESS_STATE = {"comm/traffic.py", "integrations/install.py"}
 
 
 @FILES

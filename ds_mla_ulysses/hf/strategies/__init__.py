@@ -15,7 +15,7 @@ from ...planner.models import widths_of_config
 from ...planner.strategies import STRATEGIES, names_that_call_projections_whole, names_with_split, one_of
 from ...planner.work import Work
 from ..families import UnsupportedModelError, is_mla
-from ..kernel import LocalKernel
+from ..local_attention import LayerKernel
 from ..moba import MoBAKernel
 from .base import LayerStrategy
 from .gather_kv import GatherKVHeadsLayer, GatherKVMLALayer
@@ -60,7 +60,7 @@ def check_strategy(strategy: str | Auto, split: str, head_chunks: int) -> Auto |
 
 
 def decide_strategy(
-    auto: Auto, model: nn.Module, kernels: Sequence[LocalKernel | MoBAKernel], group: SequenceGroup, head_chunks: int
+    auto: Auto, model: nn.Module, kernels: Sequence[LayerKernel], group: SequenceGroup, head_chunks: int
 ) -> tuple[str, str]:
     """Chooses the strategy of a model's layers. Every rank of the job has to call it.
 
