@@ -50,12 +50,14 @@ backward = Accelerator.backward
 Accelerator.backward = lambda self, loss, **others: backward(self, 1.01 * loss, **others)
 runpy.run_path({str(HF_TRAINER)!r}, run_name="__main__")
 """)
-    result = launch("deepspeed", wrong, *SMALL, "--output", tmp_path, "--json", tmp_path / "result.json")
+    # One step: in the next one, routers may send tokens to other experts, which is a larger difference.
+    options = ("--steps", 1, "--output", tmp_path, "--json", tmp_path / "result.json")
+    result = launch("deepspeed", wrong, *SMALL, *options)
     assert result.returncode == 1 and "DIFFERENT" in result.stdout, result.stdout + result.stderr
     said = json.loads((tmp_path / "result.json").read_text())
     assert said["loss"][0] == pytest.approx(said["of_one"]["loss"][0], rel=1e-6)
-    assert said["grad_norm"][0] == pytest.approx(1.01 * said["of_one"]["grad_norm"][0], rel=1e-5)
-    assert said["largest_difference"]["grad norm"] > 0.0099
+    assert said["grad_norm"] == pytest.approx([1.01 * said["of_one"]["grad_norm"][0]], rel=1e-5)
+    assert said["largest_difference"]["grad norm"] == pytest.approx(0.01, rel=0.1)
     assert said["largest_difference"]["parameter to change"] == pytest.approx(0.01, rel=0.3)
 
 
