@@ -13,6 +13,9 @@ products of T tokens take alone, measured in the same run; the expansion that ga
 medians over the pairs; min_ms is the shortest. auto is the strategy that "auto" would choose here, from the link and the
 rate of products that it measures. --profile prints instead where each side spends its time, by torch's profiler. --plot
 FILE.png draws the bytes that each strategy sends.
+
+Letters: B batch · T local tokens · S tokens of the whole sequence · H heads · M local heads · N key width without position ·
+R RoPE key width · V value width · L KV latent width · Q query latent width · D = L + R.
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ class Alone(torch.autograd.Function):
     """The end of the side that only projects: it reads neither outputs nor gradients."""
 
     @staticmethod
-    def forward(ctx, out: Tensor, grads: list[Tensor], *projected: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, grads: list[Tensor], *projected: Tensor) -> Tensor:
         ctx.grads = grads
         return out.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.grads
 
 
@@ -61,7 +64,7 @@ class GatheringCore(pairs.Core):
     """The stand-in for more keys than queries."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
         keys, rows = k.flatten(2).sum(-1), q.flatten(2).sum(-1)
         of_values = (v.flatten(2) + keys.unsqueeze(-1)).unflatten(1, (-1, q.shape[1])).sum(1)

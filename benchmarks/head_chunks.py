@@ -8,6 +8,9 @@ over fake tensors. ms is measured on --ranks ranks that are started here (gloo, 
 attention_layer.py, with a real attention (scaled_dot_product_attention) in between. With DeepSeek-V3's 128 heads this takes
 some minutes; --preset deepseek-v2-lite takes less. With few tokens, keys and values are not most of the memory, and chunks
 hold more than they save. --plot FILE.png draws peak_MB.
+
+Letters: T local tokens · H heads · N key width without position · R RoPE key width · V value width · S, L as in
+attention_layer.py.
 """
 
 from __future__ import annotations

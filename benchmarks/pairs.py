@@ -65,7 +65,7 @@ class Core(torch.autograd.Function):
     """A stand-in for attention: its gradients are new tensors, like those of a kernel. A subclass has the forward."""
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format).fill_(1e-3) for x in ctx.saved_tensors)
 
 

@@ -61,7 +61,9 @@ def materialise(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     stock = DistributedAttention(local, group, scatter_idx=2, gather_idx=1)
 
-    def three_all_to_alls(module, q, k, v, mask, scaling=None, **kwargs):
+    def three_all_to_alls(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
         return stock(*(x.transpose(1, 2) for x in (q, k, v)), 0, None, module, scaling), None
 
     AttentionInterface.register("three_all_to_alls", three_all_to_alls)

@@ -88,7 +88,7 @@ def small_model(name: str, seed: int = 0) -> str:
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = small_config(name, len(tokenizer), **special)
     # Not from_config: with ZeRO-3 it shards the new parameters and waits for the other ranks.
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)

@@ -47,8 +47,9 @@ STEPS, LEARNING_RATE = 5, 0.02
 CURVES = ("loss", "grad_norm", "eval_loss")
 #: Tells a process that it is the one process to compare with: JSON, the arguments of `_run_as_one_process`.
 _ONE_PROCESS = "DS_MLA_ULYSSES_ONE_PROCESS"
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "CROSS_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_")
-_OF_LAUNCHERS += ("PARALLELISM_CONFIG_", "TORCHELASTIC_", "DEEPSPEED_")
+#: Beginnings of the names of the variables that launchers set.
+_OF_LAUNCHERS: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_", "CROSS_", "GROUP_", "ROLE_", "MASTER_")
+_OF_LAUNCHERS += ("ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "DEEPSPEED_")
 
 Worst = tuple[float, str]  # a difference, and the name of the parameter that has it
 
@@ -99,6 +100,8 @@ def run(main: Callable[[], object]) -> None:
     else:
         sys.argv[1:] = given
     _prepare_process()
+    if options.verify and "transformers" in sys.modules:
+        sys.modules["transformers"].utils.logging.disable_progress_bar()
     if _ONE_PROCESS in os.environ:
         _run_as_one_process(main, **json.loads(os.environ[_ONE_PROCESS]))
         return

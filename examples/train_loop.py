@@ -27,7 +27,7 @@ def main() -> None:
     add("--strategy", default="packed", help="packed, latent_kv, latent_qkv, gather_kv or auto")
     add("--zero-stage", type=int, default=2)
     add("--seq-len", type=int, default=512)
-    add("--batch-size", type=int, default=4, help="sequences of an optimizer step, over all groups")
+    add("--batch-size", type=int, default=4, help="sequences of an optimizer step; a multiple of the groups")
     add("--steps", type=int, default=50)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model).train()
