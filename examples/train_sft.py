@@ -37,14 +37,17 @@ def main() -> None:
     add("--output", default="checkpoints/sft", help="folder for the trained model or its adapters")
     args = parser.parse_args()
     dmu.install(strategy=args.strategy)
-    settings = {"packing": True, "per_device_train_batch_size": 1, "bf16": on_gpu, "use_cpu": not on_gpu}
+    extra = {"packing": True, "per_device_train_batch_size": 1, "bf16": on_gpu, "use_cpu": not on_gpu}
     if "WORLD_SIZE" in os.environ and "ACCELERATE_USE_DEEPSPEED" not in os.environ:  # or its config file says both
         auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
         zero = {"stage": args.zero_stage, "stage3_param_persistence_threshold": "auto"}
+        zero["stage3_gather_16bit_weights_on_model_save"] = True  # for save_model
         auto |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": zero}
-        parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size)
-        settings |= {"deepspeed": auto, "parallelism_config": parallelism}
-    training = SFTConfig(args.output, max_steps=args.steps, max_length=args.seq_len, logging_steps=1, **settings)
+        extra |= {
+            "deepspeed": auto,
+            "parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size),
+        }
+    training = SFTConfig(args.output, max_steps=args.steps, max_length=args.seq_len, logging_steps=1, **extra)
     model = AutoModelForCausalLM.from_pretrained(args.model)  # ZeRO-3 shards it here, after SFTConfig
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = Dataset.from_dict({"text": python_documentation()})

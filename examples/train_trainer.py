@@ -37,14 +37,17 @@ def main() -> None:
     add("--output", default="checkpoints/trainer", help="folder for the trained model")
     args = parser.parse_args()
     dmu.install(strategy=args.strategy, sp_in_eval=args.sp_in_eval)
-    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": args.accumulation, "bf16": on_gpu}
+    extra = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": args.accumulation, "bf16": on_gpu}
     if "WORLD_SIZE" in os.environ and "ACCELERATE_USE_DEEPSPEED" not in os.environ:  # or its config file says both
         auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
         zero = {"stage": args.zero_stage, "stage3_param_persistence_threshold": "auto"}
+        zero["stage3_gather_16bit_weights_on_model_save"] = True  # for save_model
         auto |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": zero}
-        parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size)
-        settings |= {"deepspeed": auto, "parallelism_config": parallelism}
-    training = TrainingArguments(args.output, max_steps=args.steps, logging_steps=1, use_cpu=not on_gpu, **settings)
+        extra |= {
+            "deepspeed": auto,
+            "parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size),
+        }
+    training = TrainingArguments(args.output, max_steps=args.steps, logging_steps=1, use_cpu=not on_gpu, **extra)
     model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation=args.attn)  # ZeRO-3 shards it here
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = [text for page in python_documentation() for text in page.split("\n\n") if len(text) > 16]
