@@ -36,7 +36,7 @@ help:
 
 demo: .venv/stamp
 	@echo "Training on two processes (about 1 minute)"
-	@DS_ACCELERATOR=cpu PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/deepspeed --num_gpus 2 --master_port $$($(PYTHON) -c '$(FREE_PORT)') examples/train_deepspeed.py $(DEMO_ARGS)
+	@DS_ACCELERATOR=cpu PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/deepspeed --num_gpus 2 --master_port $$($(PYTHON) -c '$(FREE_PORT)') examples/train_loop.py $(DEMO_ARGS)
 
 test: .venv/stamp
 	@echo "Running the test suite (about 14 minutes on 2 cores)"
