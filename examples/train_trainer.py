@@ -49,10 +49,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation=args.attn)  # ZeRO-3 shards it here
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = [text for page in python_documentation() for text in page.split("\n\n") if len(text) > 16]
-    samples = [tokenizer(text, truncation=True, max_length=args.seq_len) for text in texts]
-    trainer = Trainer(
-        model, training, DataCollatorForLanguageModeling(tokenizer, mlm=False), samples[64:], samples[:64]
-    )
+    rows = [tokenizer(text, truncation=True, max_length=args.seq_len) for text in texts]
+    trainer = Trainer(model, training, DataCollatorForLanguageModeling(tokenizer, mlm=False), rows[64:], rows[:64])
     trainer.train()
     trainer.evaluate()
     trainer.save_model()
