@@ -58,7 +58,7 @@ def wrap_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         if LAYOUT in inputs:
             loss, outputs = _sharded_loss(self, model, inputs, num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
-        if self.model.training and self.get_sp_size() > 1:
+        if torch.is_grad_enabled() and self.get_sp_size() > 1:
             raise ValueError(
                 "a training batch is not sharded over the sequence-parallel group: give the Trainer batches of the loader "
                 "that the Trainer (or accelerator.prepare) returns, with all their keys."

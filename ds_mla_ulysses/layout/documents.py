@@ -25,8 +25,8 @@ from .split import in_order, local_runs, uneven
 class Documents:
     """The documents of a batch of whole sequences: tokens attend causally within their own document.
 
-    A new document starts where a position does not follow the one before it (transformers' rule), and at every change
-    between tokens and padding. A run of padding is one document, whatever its positions, but it attends to nothing: its
+    A new document starts where a position does not follow the one before it (transformers' rule), at every change
+    between tokens and padding, and where an attention mask gives two tokens different numbers. A run of padding is one document, whatever its positions, but it attends to nothing: its
     output is what the kernel gives to a row without keys.
 
     Args:
@@ -111,23 +111,24 @@ def to_host(x: Tensor) -> Any:
 
 
 def find_documents(
-    positions_BS: Tensor, padding_BS: Tensor, flags: Tensor | None = None
+    positions_BS: Tensor, numbers_BS: Tensor, flags: Tensor | None = None
 ) -> tuple[Documents, str | None, list[bool]]:
     """The documents, and what is wrong with the padding, if anything. The host waits for the device once.
 
     Args:
         positions_BS: int64, the positions of all tokens.
-        padding_BS: bool, True on padding.
+        numbers_BS: int64, 0 on padding; a document also begins where the numbers of two tokens differ.
         flags: bool [n], which the host shall read with the documents.
 
     Returns:
         the documents, the problem or None, and the flags on the host.
     """
     B, S = positions_BS.shape
+    padding_BS = numbers_BS == 0
     follows = torch.ones_like(padding_BS)
     follows[:, 1:] = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
     starts = ~(follows | padding_BS)
-    starts[:, 1:] |= padding_BS[:, 1:] != padding_BS[:, :-1]
+    starts[:, 1:] |= numbers_BS[:, 1:] != numbers_BS[:, :-1]
     starts[:, 0] = True
     holes, before = _holes(positions_BS, padding_BS)
     about_padding = torch.stack([padding_BS.any(), holes.any()])
@@ -179,7 +180,8 @@ def gather_documents(
 
     Args:
         position_ids: int [B, T], [1, T] or [T], local; None on all ranks means 0..S-1.
-        attention_mask: [B, T], 0 on padding; None means no padding. Four-dimensional masks are refused.
+        attention_mask: [B, T], 0 on padding; None means no padding. Values above 1 number the documents of a row, as some
+            collators do. Four-dimensional masks are refused.
         shape: (B, T) of the inputs.
         problem: anything else that is wrong with the local inputs.
         alike: small values that have to be the same on all ranks, by what they say.
@@ -203,17 +205,16 @@ def gather_documents(
     else:
         positions_BT = position_ids.to(device, torch.long).expand(B, T)
     if attention_mask is None:
-        padding_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
+        numbers_BT = torch.ones(B, T, dtype=torch.long, device=device)
     else:
-        padding_BT = attention_mask.to(device) == 0
-    state_BT = padding_BT.to(torch.long)  # 1 on padding, 2 on an impossible token, 3 on both
-    if impossible_BT is not None:
-        state_BT = state_BT + 2 * impossible_BT
-    # One gather for both; [ranks * T, B, 2], since ranks and tokens have to be adjacent.
-    of_ranks = gather_now(torch.stack([positions_BT.T, state_BT.T], dim=-1), group, "setup")
+        mask_BT = attention_mask.to(device)
+        numbers_BT = mask_BT.to(torch.long).clamp(min=1).masked_fill(mask_BT == 0, 0)
+    impossible_BT = torch.zeros_like(numbers_BT) if impossible_BT is None else impossible_BT.to(torch.long)
+    # One gather for all; [ranks * T, B, 2], since ranks and tokens have to be adjacent.
+    of_ranks = gather_now(torch.stack([positions_BT.T, (2 * numbers_BT + impossible_BT).T], dim=-1), group, "setup")
     positions_SB, state_SB = in_order(of_ranks, group).unbind(-1)
     documents, hole, (has_impossible,) = find_documents(
-        positions_SB.T, (state_SB % 2).T.bool(), (state_SB > 1).any().unsqueeze(0)
+        positions_SB.T, (state_SB // 2).T, (state_SB % 2).any().unsqueeze(0)
     )
     if hole is not None:
         raise ValueError(hole)

@@ -80,6 +80,25 @@ def test_packed_documents_do_not_see_each_other(with_mask):
         assert before != moved  # the measure can move
 
 
+def numbered_by_the_mask():
+    """A mask 1 1 2 2 0 over running positions: documents attend to themselves only, as each alone would."""
+    from models import per_document_step
+
+    documents = [[13, 5, 15], [20, 1, 12]]
+    batch = packed_batch(documents) | dict(position_ids=torch.arange(33).expand(2, 33))
+    want = per_document_step(tiny_model("llama"), batch, documents)
+    numbers = [torch.arange(1, len(row) + 1).repeat_interleave(torch.tensor(row)) for row in documents]
+    batch["attention_mask"] = torch.stack(numbers)
+    model, handle = parallel_model("llama")
+    loss, grads, _ = sharded_step(model, batch, handle)
+    assert abs(loss - want[0]) <= 1e-9 * max(1, abs(want[0]))
+    assert_gradients(grads, want[1], 1e-6)
+
+
+def test_documents_that_the_mask_numbers():
+    run_ranks(2, numbered_by_the_mask)
+
+
 def missing_positions():
     batch = random_batch(2, 34)
     want = reference_step(tiny_model("mistral4"), batch)[2]

@@ -69,8 +69,8 @@ def test_heads_that_cannot_be_shared(partition, message):
 
 def documents(positions, mask=None):
     positions = torch.tensor(positions)
-    padding = torch.zeros_like(positions) if mask is None else torch.tensor(mask) == 0
-    return find_documents(positions, padding.bool())[:2]
+    numbers = torch.ones_like(positions) if mask is None else torch.tensor(mask)
+    return find_documents(positions, numbers)[:2]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def documents(positions, mask=None):
         ([[0, 0, 0, 1]], [[0, 0, 1, 1]], [(None, 0, 2), (None, 2, 4)]),  # left padding is one run
         ([[0, 1, 1, 1]], [[1, 1, 0, 0]], [(None, 0, 2), (None, 2, 4)]),  # right padding too
         ([[0, 1, 2, 3]], [[0, 0, 1, 1]], [(None, 0, 2), (None, 2, 4)]),  # positions that run through the padding
+        ([[0, 1, 2, 3]], [[1, 1, 2, 0]], [(None, 0, 2), (None, 2, 3), (None, 3, 4)]),  # the mask numbers documents
         ([[0, 1, 0, 0]], [[1, 1, 1, 0]], [(None, 0, 2), (None, 2, 3), (None, 3, 4)]),  # packed and padded
     ],
 )
