@@ -21,7 +21,9 @@ from .integrations.install import install
 def main(arguments: list[str]) -> None:
     """Calls `install` and runs the script as `__main__` with the arguments that follow it."""
     parser = argparse.ArgumentParser(prog="python -m ds_mla_ulysses.run", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--sp-in-eval", action="store_true", help="the ranks also share sequences in the evaluation of a Trainer")
+    parser.add_argument(
+        "--sp-in-eval", action="store_true", help="the ranks also share sequences in the evaluation of a Trainer"
+    )
     parser.add_argument("--strategy", default="packed", help="how attention exchanges data, as for parallelize")
     parser.add_argument("--split", default="contiguous", help="which tokens each rank holds, as for parallelize")
     parser.add_argument(
