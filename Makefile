@@ -11,12 +11,13 @@ VERSIONS := import runpy, sys; v = runpy.run_path("ds_mla_ulysses/version.py")
 # The lowest supported releases of all required packages, as name==version.
 FLOORS = $$($(PYTHON) -c '$(VERSIONS); print(*(f"{name}=={lowest}" for name, (lowest, _) in v["REQUIREMENTS"].items()))')
 
-.PHONY: help demo test test-fast lint docs wheel test-floor clean
+.PHONY: help demo test test-fast matrix lint docs wheel test-floor clean
 
 help:
 	@echo "make demo        train a small model on two processes and compare it with one (DEMO_ARGS=$(DEMO_ARGS))"
 	@echo "make test        run the whole test suite (part of it: PYTEST_ARGS=tests/unit)"
 	@echo "make test-fast   run the tests that need no launcher and at most two processes"
+	@echo "make matrix      run the full products of parameters too, and store the result in tests/results"
 	@echo "make lint        ruff (rules and formatting) and mypy"
 	@echo "make docs        build the documentation in site/; warnings are errors"
 	@echo "make wheel       build the sdist and the wheel in dist/ and check the wheel in a new environment"
@@ -35,15 +36,20 @@ help:
 
 demo: .venv/stamp
 	@echo "Training on two processes (about 1 minute)"
-	@DS_ACCELERATOR=cpu PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/deepspeed --num_gpus 2 --master_port $$($(PYTHON) -c '$(FREE_PORT)') examples/train_deepspeed.py $(DEMO_ARGS)
+	@DS_ACCELERATOR=cpu PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/deepspeed --num_gpus 2 --master_port $$($(PYTHON) -c '$(FREE_PORT)') examples/train_loop.py $(DEMO_ARGS)
 
 test: .venv/stamp
 	@echo "Running the test suite (about 14 minutes on 2 cores)"
-	@.venv/bin/python -m pytest $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest -m "not matrix" $(PYTEST_ARGS)
 
 test-fast: .venv/stamp
 	@echo "Running the fast tests (less than 3 minutes on 2 cores)"
-	@.venv/bin/python -m pytest -m "not launcher and not four_ranks and not slow" $(PYTEST_ARGS)
+	@RANKS_AT_MOST=2 .venv/bin/python -m pytest -m "not launcher and not four_ranks and not slow and not matrix" $(PYTEST_ARGS)
+
+matrix: .venv/stamp
+	@echo "Running the full products of families, strategies, stages and layouts (about 1 hour on 2 cores)"
+	@.venv/bin/python -m pytest $(PYTEST_ARGS) --junitxml build/matrix.xml
+	@.venv/bin/python tests/matrix_result.py build/matrix.xml tests/results
 
 lint: .venv/stamp
 	@echo "Checking rules, formatting and types (less than 1 minute)"

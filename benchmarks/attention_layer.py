@@ -2,14 +2,20 @@
 
     python benchmarks/attention_layer.py --ranks 2 --preset deepseek-v2-lite --tokens 4096 --dtype bf16 [--json]
 
-Forward and backward of all sides run in one process group, alternating: kv_b_proj (and q_b_proj, where the preset has a
-query latent), layout and exchange. Stock is `DistributedAttention`, three all-to-alls of materialised Q, K and V and one
-of the output; all_local has no exchange and is the bound. The core between the exchanges is a stand-in that reads q, k
-and v as they come and writes fresh gradients (--core sdpa: a real one). Starts its own ranks (gloo, one thread each).
+Forward and backward of all sides run in one process group, in turns: kv_b_proj (and q_b_proj if the preset has a query
+latent), layout and exchange. Stock is `DistributedAttention`: three all-to-alls of materialised Q, K and V, and one of the
+output. all_local has no exchange and is the bound. The core between the exchanges is a stand-in that reads q, k and v as
+they arrive and writes fresh gradients; --core sdpa takes a real one. The benchmark starts its own ranks (gloo, one thread
+each).
 
-raw_ratio is stock's time by a side's; ratio is the same with the time that the projections' products of T tokens take
-alone, measured in the same run, taken off both: what gather_kv expands beyond them counts. Medians of the pairs; min_ms
-is the shortest. auto is what strategy="auto" takes here, from the link and the rate that it measures. --profile prints instead where the time of each side goes, by torch's profiler.
+raw_ratio is stock's time divided by a side's. ratio is the same after subtracting from both the time that the projections'
+products of T tokens take alone, measured in the same run; the expansion that gather_kv does beyond them counts. Values are
+medians over the pairs; min_ms is the shortest. auto is the strategy that "auto" would choose here, from the link and the
+rate of products that it measures. --profile prints instead where each side spends its time, by torch's profiler. --plot
+FILE.png draws the bytes that each strategy sends.
+
+Letters: B batch · T local tokens · S tokens of the whole sequence · H heads · M local heads · N key width without position ·
+R RoPE key width · V value width · L KV latent width · Q query latent width · D = L + R.
 """
 
 from __future__ import annotations
@@ -25,21 +31,21 @@ import torch.nn.functional as F
 from exchange import PRESETS, Core
 from torch import Tensor
 
-#: Of every preset.
+#: The width of the KV latent in every preset.
 LATENT_WIDTH = 512
 QUERY_LATENT_WIDTHS = {"deepseek-v3": 1536, "kimi-k2": 1536, "glm-4.7-flash": 768}
 
 
 class Alone(torch.autograd.Function):
-    """Ends the projections' side: neither their outputs nor their gradients are touched."""
+    """The end of the side that only projects: it reads neither outputs nor gradients."""
 
     @staticmethod
-    def forward(ctx, out: Tensor, grads: list[Tensor], *projected: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, grads: list[Tensor], *projected: Tensor) -> Tensor:
         ctx.grads = grads
         return out.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.grads
 
 
@@ -47,18 +53,18 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, first_query: int = 0) -> Tensor:
     if first_query or q.shape[1] < k.shape[1]:
         from ds_mla_ulysses.moba import moba_attention
 
-        return moba_attention(q, k, v, k.shape[1], 1, first_query=first_query)  # as the kernel of a model does
-    width = q.shape[-1]  # of unequal widths it would make all scores at once
+        return moba_attention(q, k, v, k.shape[1], 1, first_query=first_query)  # as a model's local attention does
+    width = q.shape[-1]  # with unequal widths it would compute all scores at once
     padded = F.pad(v, (0, width - v.shape[-1]))
     out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, padded)), is_causal=True)
     return out.transpose(1, 2)[..., : v.shape[-1]]
 
 
 class GatheringCore(pairs.Core):
-    """The stand-in where there are more keys than queries."""
+    """The stand-in for more keys than queries."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
         keys, rows = k.flatten(2).sum(-1), q.flatten(2).sum(-1)
         of_values = (v.flatten(2) + keys.unsqueeze(-1)).unflatten(1, (-1, q.shape[1])).sum(1)
@@ -144,13 +150,13 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
         "all_local": lambda: core(*materialised()),
         "projections": lambda: Alone.apply(alone, grads, *projected()),
     }
-    # What is no strategy of the preset, or no comparison: of a real core all_local's sequences would be shorter, of
-    # the stand-in the two splits differ in nothing.
+    # Left out: latent_qkv if the preset has no query latent; all_local with a real core, because its sequences would be
+    # shorter; head_tail with the stand-in, for which the two splits are the same.
     for name in (["latent_qkv"] if not Q else []) + (["head_tail"] if stand_in else ["all_local"]):
         del sides[name]
 
     def traffic(name: str) -> tuple[int, int]:
-        """Calls and bytes of a forward and backward."""
+        """Collective calls and sent bytes of a forward and backward."""
         if name == "stock":
             return 8, 2 * T * H * (2 * (N + R) + 2 * V) * (args.ranks - 1) // args.ranks * dtype.itemsize
         with dmu.TrafficMeter() as meter:
@@ -172,13 +178,22 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
 
     inputs = [query, latent, shared, kv_b_proj.weight] + ([q_b_proj.weight] if Q else [])
     work = Work(MLAWidths(H, N, R, V, L, Q), args.ranks, args.tokens, element_bytes=dtype.itemsize)
-    auto = Auto(tokens=args.tokens, sequence=None if args.core == "sdpa" else 1)  # the stand-in attends to nothing
+    auto = Auto(tokens=args.tokens, sequence=None if args.core == "sdpa" else 1)  # the stand-in does not attend
     _, why = decide(auto, work, {}, group, dtype, torch.device("cpu"))
     return pairs.Comparison(sides, inputs, grad, rows=rows, auto=why)
+
+
+def plot(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """The bytes that a rank sends per token of its shard, by strategy."""
+    local = args.tokens // args.ranks
+    bars = {row["strategy"]: {"": row["bytes"] / local / 1024} for row in rows if row["bytes"]}
+    title = f"{args.preset}: one layer on {args.ranks} ranks, {args.dtype}"
+    pairs.save_bars(args.plot, title, "KiB sent per local token, forward and backward", bars)
 
 
 if __name__ == "__main__":
     parser = pairs.parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="deepseek-v2-lite")
     parser.add_argument("--core", choices=("stand-in", "sdpa"), default="stand-in")
-    pairs.start(compare, parser.parse_args())
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the bytes that each strategy sends (needs matplotlib)")
+    pairs.start(compare, parser.parse_args(), plot)

@@ -2,22 +2,25 @@
 
     python benchmarks/dense_exchange.py --ranks 2 --preset llama-3-8b --tokens 4096 --dtype bf16
 
-Forward and backward of both sides run in one process group, alternating; medians of the pairs. The core
-between the exchanges returns q and writes fresh gradients, so what differs is what is sent and what is
-copied: stock hands the core [B, heads, S, D] copies, UlyssesAttention views of what arrived. Both start
-from projections [B, T, heads, D]. Stock also gathers position_ids in every layer, which its time includes
-and its bytes do not.
+Forward and backward of both sides run in one process group, in turns; values are medians over the pairs. The core between
+the exchanges returns q and writes fresh gradients, so the sides differ only in what they send and copy: stock gives the
+core copies [B, heads, S, D], UlyssesAttention gives it views of the receive buffer. Both start from projections
+[B, T, heads, D]. Stock also gathers position_ids in every layer, which counts in its time but not in its bytes.
+
+Letters: B batch · T local tokens · S tokens of the whole sequence · H query heads · G KV heads · D head width.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pairs
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-#: query heads, key/value heads, width
+#: H, G and D of the models.
 PRESETS = {
     "llama-3-8b": (32, 8, 128),
     "llama-3-70b": (64, 8, 128),
@@ -26,15 +29,15 @@ PRESETS = {
 
 
 class Core(pairs.Core):
-    """Returns q as a new tensor, as [B, S, heads, D] contiguous, where a kernel writes its output."""
+    """Returns q as a new contiguous tensor [B, S, heads, D], as a kernel writes its output."""
 
     @staticmethod
-    def forward(ctx, q, k, v, heads_first: bool):
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, heads_first: bool) -> Tensor:
         ctx.save_for_backward(q, k, v)
         return (q.transpose(1, 2) if heads_first else q).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *pairs.Core.backward(ctx, grad), None
 
 
@@ -62,25 +65,26 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     )
     ours = UlyssesAttention(lambda q, k, v: Core.apply(q, k, v, False), dist.group.WORLD)
 
-    def four_all_to_alls():
+    def four_all_to_alls() -> Tensor:
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         return stock(module, *heads_first, None, position_ids=positions)[0].view(grad.shape)
 
     sides = {"four all-to-alls": four_all_to_alls, "packed": lambda: ours(q, k, v)}
 
     def sent(name: str) -> int:
-        found, original = [], deepspeed.comm.all_to_all_single
+        found: list[int] = []
+        original = deepspeed.comm.all_to_all_single
 
-        def counted(output, x, *args, **kwargs):
+        def counted(output: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             found.append(x.nbytes - x.nbytes // dist.get_world_size())
             return original(output, x, *args, **kwargs)
 
         deepspeed.comm.all_to_all_single = counted
         try:
-            own = pairs.traffic_of(lambda: sides[name]().backward(grad))
+            ours = pairs.traffic_of(lambda: sides[name]().backward(grad))
         finally:
             deepspeed.comm.all_to_all_single = original
-        return own + sum(found)
+        return ours + sum(found)
 
     return pairs.Comparison(sides, [q, k, v], grad, sent)
 

@@ -2,20 +2,24 @@
 
     python benchmarks/exchange.py --ranks 2 --preset deepseek-v2-lite --tokens 4096 --dtype bf16
 
-Forward and backward of both sides run in one process group, alternating; medians of the pairs. The
-core between the exchanges is a stand-in that reads q, k and v as they come and writes fresh gradients,
-so what differs is what is sent and what is copied. Starts its own ranks (gloo, one thread each).
+Forward and backward of both sides run in one process group, in turns; values are medians over the pairs. The core between
+the exchanges is a stand-in that reads q, k and v as they arrive and writes fresh gradients, so the sides differ only in
+what they send and copy. The benchmark starts its own ranks (gloo, one thread each).
+
+Letters: H heads · N key width without position · R RoPE key width · V value width · T local tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pairs
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-#: heads, nope, rope and value widths
+#: H, N, R and V of the models.
 PRESETS = {
     "deepseek-v2-lite": (16, 128, 64, 128),
     "deepseek-v3": (128, 128, 64, 128),
@@ -28,7 +32,7 @@ class Core(pairs.Core):
     """Reads q, k, v through their strides, as an attention kernel does."""
 
     @staticmethod
-    def forward(ctx, q, k, v):
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
         rows = q.flatten(2).sum(-1) + k.flatten(2).sum(-1)  # views: the heads of a token are adjacent on both sides
         return (v.flatten(2) + rows.unsqueeze(-1)).view(v.shape)
@@ -46,7 +50,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     stock = DistributedAttention(Core.apply, dist.group.WORLD, scatter_idx=2, gather_idx=1)
     packed = dmu.UlyssesMLAAttention(Core.apply, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V)
 
-    def three_all_to_alls():
+    def three_all_to_alls() -> Tensor:
         k = torch.cat([kv[..., :N], shared.unsqueeze(2).expand(-1, -1, H, -1)], dim=-1)
         return stock(q, k, kv[..., N:].contiguous(), 0)
 

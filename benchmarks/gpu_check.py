@@ -1,16 +1,19 @@
-"""What one GPU can tell, in under five minutes: right answers in bf16, copies against memory, MoBA against dense flash.
+"""Checks on one GPU in under five minutes: answers in bf16, the speed of copies, and MoBA against dense flash attention.
 
     python benchmarks/gpu_check.py --out benchmarks/results/gpu_check.json
 
-| part       | what is compared                                                                              |
+| part       | comparison                                                                                    |
 |------------|-----------------------------------------------------------------------------------------------|
-| strategies | every strategy over ranks that are threads of this process, in bf16, with one process in fp64 |
-| copies     | what the exchange writes into its wire buffer, as fast as a plain copy of so many bytes       |
-| moba       | implementations with dense flash attention, forward and backward: time, peak memory, error    |
+| strategies | every strategy in bf16 over ranks that are threads of this process, with one process in fp64  |
+| copies     | the time in which the exchange fills its wire buffer, with a plain copy of as many bytes      |
+| moba       | every implementation with dense flash attention, forward and backward: time, memory, error    |
 
-Ranks are threads as in torch's own tests of distributed code: collectives are copies inside the process, so no number
-here says anything about links. Neither DeepSpeed's engine nor transformers is used. --device cpu runs the same with
-sizes that suit a CPU: whether the script works, no result. Ends with status 1 and a sentence if an answer is wrong.
+Ranks are threads, as in torch's tests of distributed code. Collectives are copies inside the process, so no number here
+says anything about links. The script uses neither DeepSpeed's engine nor transformers. --device cpu runs the same code with
+sizes that suit a CPU, which only tests the script. If an answer is wrong, the script says so and its exit status is 1.
+
+Letters: T local tokens · S tokens of the whole sequence · H heads · M local heads · N key width without position · R RoPE key
+width · V value width · L KV latent width · G KV heads · D head width · W width of a row on the wire.
 """
 
 from __future__ import annotations
@@ -36,15 +39,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-#: heads, nope, rope, value and latent widths: of DeepSeek-V3, with fewer heads.
+#: H, N, R, V and L of DeepSeek-V3, with fewer heads.
 WIDTHS = (16, 128, 64, 128, 512)
 RANKS = 4
-#: An answer may be so many times as far from fp64 as one process in bf16 is.
+#: An answer may be at most this many times as far from fp64 as one process in bf16.
 BUDGET = 2.0
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, first_query: int = 0) -> Tensor:
-    """[B, T, M, V] with a mask, in any dtype: right, and no more."""
+    """Causal attention [B, T, M, V] with a mask, in any dtype: simple, and slow."""
     T, S = q.shape[1], k.shape[1]
     allowed = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(first_query)
     scores = torch.einsum("bqhd,bshd->bhqs", q, k) * q.shape[-1] ** -0.5
@@ -53,7 +56,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, first_query: int = 0) -> Tensor:
 
 
 def one_process(q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
-    """Output and gradients of materialised K."""
+    """Output and gradients with materialised K."""
     H, N = WIDTHS[:2]
     leaves = [x.detach().clone().requires_grad_() for x in (q, latent, shared, weight)]
     kv = F.linear(leaves[1], leaves[3]).unflatten(-1, (H, -1))
@@ -64,7 +67,7 @@ def one_process(q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor, grad:
 
 
 def over_ranks(strategy: str, head_chunks: int, whole: list[Tensor]) -> list[Tensor]:
-    """The same over ranks: the output and gradients of all tokens, the weight's summed."""
+    """The same over ranks: output and gradients of all tokens; the gradient of the weight is summed over the ranks."""
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.comm.group import SequenceGroup
     from ds_mla_ulysses.hf.head_projections import LinearRows
@@ -108,7 +111,7 @@ def over_ranks(strategy: str, head_chunks: int, whole: list[Tensor]) -> list[Ten
 
 
 def as_threads(rank: Callable[[], None]) -> None:
-    """Runs a function on ranks that are threads, and raises what one of them raised."""
+    """Runs a function on ranks that are threads. If a thread raises an exception, it is raised here."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d
     from torch.testing._internal.distributed.multi_threaded_pg import (
@@ -122,7 +125,7 @@ def as_threads(rank: Callable[[], None]) -> None:
     def worker(number: int) -> None:
         dist.init_process_group("threaded", rank=number, world_size=RANKS, store=store)
         try:
-            # Each backward in its rank's thread: the device's is shared, and would wait for itself.
+            # Each backward runs in the thread of its rank: the device's thread is shared, and would wait for itself.
             with torch.autograd.set_multithreading_enabled(False):
                 rank()
         except BaseException as error:
@@ -171,7 +174,7 @@ def strategies(device: str, tokens: int) -> list[dict[str, Any]]:
 
 
 def milliseconds(step: Callable[[], Any], device: str, repeats: int = 11) -> float:
-    """The median, behind two that are not counted."""
+    """The median time of a step, after two that do not count."""
     found = []
     for _ in range(repeats + 2):
         synchronize(device)
@@ -188,7 +191,7 @@ def synchronize(device: str) -> None:
 
 
 def copies(device: str, tokens: int) -> list[dict[str, Any]]:
-    """The wire of packed and of what comes back, written by the exchange's own functions."""
+    """The wire buffers of both exchanges, filled by the functions of the exchange."""
     from ds_mla_ulysses.layout.wire import plan_of, write_heads, write_side_by_side
 
     H, N, R, V, L = WIDTHS
@@ -213,7 +216,7 @@ def copies(device: str, tokens: int) -> list[dict[str, Any]]:
 
 
 def moba(device: str, lengths: list[int], block: int, topk: int, deadline: float) -> list[dict[str, Any]]:
-    """Dense and every implementation that the device has, until the time is up."""
+    """Dense attention and every implementation that the device has, until the time is up."""
     from ds_mla_ulysses.moba import moba_attention
 
     rows = []
@@ -247,7 +250,7 @@ def moba(device: str, lengths: list[int], block: int, topk: int, deadline: float
                     before = torch.cuda.memory_allocated()
                 result = step(name)
                 ms = milliseconds(lambda name=name: step(name), device, 3 if tokens > 65536 else 5)
-            except (RuntimeError, ValueError) as error:  # one that the device lacks must not hide the others
+            except (RuntimeError, ValueError) as error:  # an implementation that fails must not hide the others
                 found[name] = {"failed": str(error).splitlines()[0][:300]}
                 continue
             found[name] = {"ms": round(ms, 2)}
@@ -257,7 +260,7 @@ def moba(device: str, lengths: list[int], block: int, topk: int, deadline: float
                 found[name]["times_as_fast"] = round(found["dense"]["ms"] / ms, 2)
                 if reference is None:
                     reference = name, result
-                else:  # near ties of the gate may be decided otherwise
+                else:  # a gate may decide a near tie differently
                     pairs = zip(result, reference[1], strict=True)
                     worst = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
                     found[name][f"distance_from_{reference[0]}"] = float(f"{worst:.3g}")
@@ -279,18 +282,18 @@ def versions() -> dict[str, str | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="write the result there, too")
-    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of MoBA; default 8K to 256K")
-    parser.add_argument("--seconds", type=float, default=240, help="no further length of MoBA after that")
+    parser.add_argument("--out", type=Path, help="also write the result to this file")
+    parser.add_argument("--lengths", type=int, nargs="+", help="numbers of tokens for MoBA; default 8K to 256K")
+    parser.add_argument("--seconds", type=float, default=240, help="start no further length of MoBA after this time")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("gpu_check.py: no GPU is found here; --device cpu tries the script itself.")
+        sys.exit("gpu_check.py: there is no GPU here; --device cpu tests the script itself.")
     on_gpu, begin = args.device == "cuda", time.perf_counter()
     lengths = args.lengths or ([2**n for n in range(13, 19)] if on_gpu else [1024])
     block, topk = (512, 3) if not on_gpu else (4096, 12)
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries say is not the result
+    with contextlib.redirect_stdout(sys.stderr):  # output of libraries goes to stderr
         result = {
             "date": datetime.date.today().isoformat(),
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -306,7 +309,7 @@ def main() -> None:
         args.out.write_text(text + "\n")
     wrong = [row["strategy"] for row in result["strategies"] if not row["right"]]
     if wrong:
-        sys.exit(f"gpu_check.py: further than {BUDGET} times one process's error from fp64: {', '.join(wrong)}.")
+        sys.exit(f"gpu_check.py: more than {BUDGET} times the error of one process: {', '.join(wrong)}.")
 
 
 if __name__ == "__main__":

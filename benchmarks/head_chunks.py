@@ -1,12 +1,16 @@
-"""Memory and time of one MLA layer whose heads are expanded and attend in parts: head_chunks.
+"""Memory and time of one MLA layer whose heads are expanded and attend in chunks: head_chunks.
 
-    python benchmarks/head_chunks.py --preset deepseek-v3 --tokens 1024 [--json]
+    python benchmarks/head_chunks.py --preset deepseek-v3 --tokens 1024 [--json] [--plot memory.png]
 
-peak_MB is what forward and backward of one layer hold at most beside inputs, weights and their gradients, counted from the
-tensors' sizes without computing anything, on --memory-ranks ranks and --memory-tokens tokens: by torch's MemTracker over
-fake tensors. ms is measured, on --ranks ranks that are started here (gloo, one thread each) and --tokens tokens, as in
-attention_layer.py, with a real attention (scaled_dot_product_attention) in between: of DeepSeek-V3's 128 heads some
-minutes; --preset deepseek-v2-lite takes less. In a few tokens what is held is not keys and values, and parts hold more.
+peak_MB is the most that forward and backward of one layer hold beside inputs, weights and their gradients, on --memory-ranks
+ranks and --memory-tokens tokens. It is counted from the sizes of tensors without computing anything, by torch's MemTracker
+over fake tensors. ms is measured on --ranks ranks that are started here (gloo, one thread each) and --tokens tokens, as in
+attention_layer.py, with a real attention (scaled_dot_product_attention) in between. With DeepSeek-V3's 128 heads this takes
+some minutes; --preset deepseek-v2-lite takes less. With few tokens, keys and values are not most of the memory, and chunks
+hold more than they save. --plot FILE.png draws peak_MB.
+
+Letters: T local tokens · H heads · N key width without position · R RoPE key width · V value width · S, L as in
+attention_layer.py.
 """
 
 from __future__ import annotations
@@ -28,16 +32,16 @@ STRATEGIES = ("packed", "latent_kv", "gather_kv")
 
 
 def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """Strategies with the numbers of parts that a rank has heads for; all are compared with the first number."""
+    """Each strategy with the numbers of chunks that a rank has heads for; all are compared with the first number."""
     heads = PRESETS[args.preset][0]
-    own = {strategy: heads if strategy == "gather_kv" else heads // args.memory_ranks for strategy in STRATEGIES}
-    return [(strategy, chunks) for strategy in STRATEGIES for chunks in args.chunks if chunks <= own[strategy]]
+    local = {strategy: heads if strategy == "gather_kv" else heads // args.memory_ranks for strategy in STRATEGIES}
+    return [(strategy, chunks) for strategy in STRATEGIES for chunks in args.chunks if chunks <= local[strategy]]
 
 
 def layer(
     args: argparse.Namespace, strategy: str, chunks: int, tokens: int, group: Any
 ) -> tuple[Callable, list[Tensor]]:
-    """A forward from latents to the output, and its leaves: query, latent, shared key and kv_b_proj's weight."""
+    """A forward from latents to the output, and its leaves: query, latent, RoPE key and the weight of kv_b_proj."""
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.hf.head_projections import WithHeads
 
@@ -53,7 +57,7 @@ def layer(
         return kv_b_proj(latent_BSL, heads=heads).unflatten(-1, (-1, N + V))
 
     def of_run(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
-        # The fake tensors' sdpa wants as many queries as keys for causality; what is held is the same.
+        # With fake tensors, a causal sdpa needs as many queries as keys; without causality the memory is the same.
         return torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, torch.nn.functional.pad(v, (0, R))))
         ).transpose(1, 2)[..., :V]
@@ -75,7 +79,7 @@ def layer(
 
 
 def peaks(args: argparse.Namespace) -> dict[str, float]:
-    """MB of each strategy and number of parts, by name."""
+    """MB of each strategy and number of chunks, by name."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -85,7 +89,7 @@ def peaks(args: argparse.Namespace) -> dict[str, float]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.memory_ranks)
     group, found = SequenceGroup.of(dist.group.WORLD), {}
     for strategy, chunks in cases(args):
-        print(f"counting what {strategy} holds in {chunks} parts", file=sys.stderr)
+        print(f"counting the memory of {strategy} in {chunks} chunks", file=sys.stderr)
         with FakeTensorMode():
             step, leaves = layer(args, strategy, chunks, args.memory_tokens, group)
             tracker = MemTracker()
@@ -94,8 +98,8 @@ def peaks(args: argparse.Namespace) -> dict[str, float]:
                 out = step()
                 out.backward(torch.ones_like(out))
             peak = sum(x["Total"] for x in tracker.get_tracker_snapshot("peak").values())
-        own = sum(2 * x.nbytes for x in leaves)
-        found[f"{strategy} {chunks}"] = round((peak - own) / 1e6, 1)
+        beside = sum(2 * x.nbytes for x in leaves)  # inputs, weights and their gradients
+        found[f"{strategy} {chunks}"] = round((peak - beside) / 1e6, 1)
     dist.destroy_process_group()
     return found
 
@@ -124,13 +128,26 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
     return pairs.Comparison({name: step for name, (step, _) in made.items()}, leaves, grad, rows=rows)
 
 
+def plot(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """The memory of each strategy, with a bar for each number of chunks."""
+    bars: dict[str, dict[str, float]] = {}
+    for row in rows:
+        label = f"head_chunks={row['chunks']}"
+        bars.setdefault(row["strategy"], {})[label] = row["peak_MB"] / 1e3
+    title = f"{args.preset}: one layer, {args.memory_tokens} tokens on {args.memory_ranks} ranks, {args.dtype}"
+    pairs.save_bars(args.plot, title, "GB at the peak, beside inputs, weights and their gradients", bars)
+
+
 if __name__ == "__main__":
     parser = pairs.parser(__doc__)
     parser.set_defaults(tokens=1024, pairs=3)
     parser.add_argument("--preset", choices=PRESETS, default="deepseek-v3")
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--memory-ranks", type=int, default=8, help="for which memory is counted (default 8)")
-    parser.add_argument("--memory-tokens", type=int, default=131072, help="the same (default 131072)")
+    parser.add_argument("--memory-ranks", type=int, default=8, help="ranks for which memory is counted (default 8)")
+    parser.add_argument(
+        "--memory-tokens", type=int, default=131072, help="tokens for which memory is counted (default 131072)"
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory (needs matplotlib)")
     arguments = parser.parse_args()
     arguments.peaks = peaks(arguments)
-    pairs.start(compare, arguments)
+    pairs.start(compare, arguments, plot)

@@ -1,8 +1,8 @@
-"""What the benchmarks share: two sides of an exchange in one process group, alternating; medians of the pairs.
+"""Shared by the benchmarks: two or more sides in one process group, in turns; medians over the pairs; plots.
 
-A benchmark gives `start` a function that makes, on every rank, a `Comparison`; one that measures otherwise gives
-`on_ranks` a function of its own. Ranks are started here (gloo, one thread each), unless RANK is set: then this process
-is that rank, by torchrun's variables.
+A benchmark gives `start` a function that makes a `Comparison` on every rank. A benchmark that measures in another way gives
+`on_ranks` a function of its own. Ranks are started here (gloo, one thread each), unless RANK is set: then this process is
+that rank, by torchrun's variables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # before anything imports DeepSpeed, which else says that there is no GPU
+os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported; it would warn that there is no GPU
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARMUP = 3
@@ -43,14 +43,14 @@ PROFILE = {
 
 @dataclass
 class Comparison:
-    """Sides by name, the one to compare with first: each returns the output of one forward.
+    """The sides by name. The first is the one to compare with; each returns the output of one forward.
 
     Attributes:
         inputs: leaves whose gradients are dropped before each turn.
         grad: the gradient of every side's output.
-        sent: what one forward and backward of a side sends to other ranks, in bytes, asked after the timing.
-        rows: makes what is printed of the milliseconds of each side, pair by pair, in the place of `_rows`.
-        auto: what strategy="auto" would take here, and why.
+        sent: returns the bytes that one forward and backward of a side sends to other ranks; called after the timing.
+        rows: makes the printed rows of the milliseconds of each side, pair by pair, in place of `_rows`.
+        auto: the strategy that "auto" would choose here, and why.
     """
 
     sides: dict[str, Callable[[], Tensor]]
@@ -62,31 +62,40 @@ class Comparison:
 
 
 class Core(torch.autograd.Function):
-    """A stand-in for attention: its gradients are new tensors, as a kernel's are. The forward is a benchmark's own."""
+    """A stand-in for attention: its gradients are new tensors, like those of a kernel. A subclass has the forward."""
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format).fill_(1e-3) for x in ctx.saved_tensors)
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
     found = common_options(doc)
     found.add_argument("--pairs", type=int, default=21)
-    found.add_argument("--profile", action="store_true", help="where the time of each side goes, in the place of times")
+    found.add_argument("--profile", action="store_true", help="print where the time of each side goes")
     return found
 
 
 def common_options(doc: str) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=doc.splitlines()[0])
     found.add_argument("--ranks", type=int, default=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 2)
-    found.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
+    found.add_argument("--tokens", type=int, default=4096, help="tokens of the whole sequence")
     found.add_argument("--dtype", choices=DTYPES, default="bf16")
     found.add_argument("--json", action="store_true")
     return found
 
 
-def start(compare: Callable[[argparse.Namespace], Comparison], arguments: argparse.Namespace) -> None:
+def start(
+    compare: Callable[[argparse.Namespace], Comparison],
+    arguments: argparse.Namespace,
+    plot: Callable[[list[dict[str, Any]], argparse.Namespace], None] | None = None,
+) -> None:
+    """Compares and prints; with `--plot`, `plot` draws the rows."""
+    if plot is not None and arguments.plot and not Path(arguments.plot).suffix:  # matplotlib would write another name
+        sys.exit(f"--plot takes the name of a file to write, such as bars.png, got {arguments.plot!r}.")
     found = on_ranks(partial(_compare, compare), arguments)
+    if plot is not None and arguments.plot:
+        plot(found["rows"], arguments)
     if arguments.json:
         print(json.dumps(found | vars(arguments)))
     else:
@@ -97,7 +106,10 @@ def start(compare: Callable[[argparse.Namespace], Comparison], arguments: argpar
 
 
 def on_ranks(function: Callable[[argparse.Namespace], Any], arguments: argparse.Namespace) -> Any:
-    """What a function of each rank, JSON, is on rank 0. Other ranks that were started from outside end here."""
+    """Calls a function on every rank and returns the result of rank 0, which has to be JSON.
+
+    Ranks other than 0 that were started from outside end here.
+    """
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_spawned, args=(function, arguments, Path(folder)), nprocs=arguments.ranks)
@@ -111,7 +123,7 @@ def on_ranks(function: Callable[[argparse.Namespace], Any], arguments: argparse.
 
 
 def leave(status: int) -> None:
-    """Ends the process without what else runs at its exit: gloo's threads may still be waiting."""
+    """Ends the process at once, without exit handlers: threads of gloo may still be waiting."""
     sys.stdout.flush()
     os._exit(status)
 
@@ -120,6 +132,41 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     print("  ".join(f"{name:>14}" for name in rows[0]))
     for row in rows:
         print("  ".join(f"{value:>14}" for value in row.values()))
+
+
+def save_bars(path: str, title: str, unit: str, bars: dict[str, dict[str, float]]) -> None:
+    """Draws a horizontal bar for each value, in groups.
+
+    Args:
+        path: the picture to write, with a suffix such as .png.
+        unit: of the values, for the axis.
+        bars: the values by group and by label; a group with one label "" needs no legend.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    labels = list(dict.fromkeys(label for group in bars.values() for label in group))
+    height = 0.8 / len(labels)
+    figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.28 * len(bars) * len(labels) + 0.15 * len(bars)))
+    for i, label in enumerate(labels):
+        places = [
+            (g + (i - (len(labels) - 1) / 2) * height, group[label])
+            for g, group in enumerate(bars.values())
+            if label in group
+        ]
+        drawn = axes.barh([y for y, _ in places], [value for _, value in places], height=0.9 * height, label=label)
+        axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=8)
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel=unit, title=title)
+    if labels != [""]:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def traffic_of(step: Callable[[], Any]) -> int:
@@ -140,12 +187,12 @@ def _spawned(rank: int, function: Callable[[argparse.Namespace], Any], args: arg
 
 def _rank(rank: int, function: Callable[[argparse.Namespace], Any], args: argparse.Namespace, init: str) -> Any:
     torch.set_num_threads(1)
-    os.environ.setdefault("LOCAL_RANK", str(rank))  # DeepSpeed's engines want it
+    os.environ.setdefault("LOCAL_RANK", str(rank))  # DeepSpeed's engines read it
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     sys.stdout.flush()
     stdout = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not the benchmark's
+    os.dup2(2, 1)  # output of libraries goes to stderr
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=args.ranks)
     import deepspeed
 
@@ -190,20 +237,20 @@ def _turn(this: Comparison, name: str) -> float:
 
 
 def _profile(this: Comparison, name: str, turns: int) -> dict[str, Any]:
-    """ms of a turn that operators spend by themselves, by what they do; most of the rest waits for other ranks."""
+    """Milliseconds of a turn by kind of operator; most of the rest is waiting for other ranks."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         for _ in range(turns):
             _turn(this, name)
     found = dict.fromkeys((*PROFILE, "rest"), 0.0)
     for event in profiler.key_averages():
-        if not event.key.startswith("gloo:"):  # runs in a thread of its own while an operator waits
+        if not event.key.startswith("gloo:"):  # runs in another thread while an operator waits
             kind = next((kind for kind, names in PROFILE.items() if event.key.startswith(names)), "rest")
             found[kind] += event.self_cpu_time_total / 1e3 / turns
     return {"side": name} | {f"{kind} ms": round(total, 1) for kind, total in found.items()}
 
 
 def ratio(ours: list[float], base: list[float]) -> float:
-    """Median over the pairs of how many times as long the base takes."""
+    """The median over the pairs of base time divided by our time."""
     return round(statistics.median(b / m for b, m in zip(base, ours, strict=True)), 3)
 
 

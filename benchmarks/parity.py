@@ -2,27 +2,29 @@
 
     python benchmarks/parity.py --model deepseek_v3 --ranks 2 --dtype bf16 --steps 100 [--json]
 
-Every side trains a small random model from the same weights on one batch: AdamW on fp32 masters, gradients clipped to a
-norm of 1 and summed over the ranks in the model's dtype. Materialised is the model over stock `DistributedAttention`,
-three all-to-alls; what the strategies deviate from, relatively. Gradients' distance is relative, L2, over all
-parameters, from those of one process in fp32 (fp64 with --dtype fp32) at the same weights. head_tail is gather_kv with
-that split.
+Every side trains a small random model from the same weights on one batch, with AdamW on fp32 masters. Gradients are summed
+over the ranks in the model's dtype and clipped to a norm of 1. The materialised side is the model over stock
+`DistributedAttention`, which needs three all-to-alls. The table shows how far the strategies deviate from it, relatively.
+The distance of gradients is the relative L2 distance, over all parameters, from the gradients of one process in fp32 (in
+fp64 with --dtype fp32) at the same weights. head_tail is gather_kv with that split.
 
-The control is the materialised model in one process: what another order of sums does by itself. Rounding grows from step
-to step, and one run may end near another by chance. So the control is run in more orders up to step 10, the gradients of
-two random halves of the tokens being summed, and the one that deviates most counts.
+The control is the materialised model in one process. It shows what another order of summation does by itself. Rounding
+errors grow from step to step, and one run can end near another by chance. For that reason, the control runs in several
+orders up to step 10, in each of which the gradients of two random halves of the tokens are summed. The run that deviates
+most counts.
 
-Three bars, and exit status 1 where one is missed:
+There are three bars, and the exit status is 1 if one of them is missed:
 
-- step 1: the loss of packed is bitwise the materialised one's;
-- step 1: the gradients of a strategy are at most 1.5 times as far from the reference as the materialised ones;
-- step 10: loss and gradient norm deviate by at most twice what the control's do, or their floor: one rounding of the dtype
-  in the loss of each token, averaged over them, unit roundoff / sqrt(tokens).
+- Step 1: the loss of packed is bitwise that of the materialised side.
+- Step 1: the gradients of a strategy are at most 1.5 times as far from the reference as the materialised ones.
+- Step 10: loss and gradient norm deviate by at most twice as much as those of the control, or twice the floor. The floor is
+  one rounding error in the loss of each token, averaged over the tokens: unit roundoff / sqrt(tokens).
 
-Step 100 is printed, not judged: a batch that is learnt by heart leaves a loss near 0, whose relative deviation is chaotic.
+Step 100 is printed but not judged. A batch that has been learnt by heart leaves a loss near 0, whose relative deviation is
+chaotic.
 
-Each token goes to all 8 experts. Chosen ones (--experts-per-token 2) change where rounding moves a token across a
-router's border: that alone puts bf16 gradients 0.2 away from fp32's, in place of 0.02, and hides errors of attention.
+Each token goes to all 8 experts. With fewer (--experts-per-token 2), rounding can send a token to another expert. That
+alone puts the gradients of bf16 at a distance of 0.2 from those of fp32, instead of 0.02, and hides errors of attention.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pairs
@@ -42,11 +45,11 @@ from torch import Tensor, nn
 
 STEPS = (1, 10, 100)
 SEED = 42
-#: What is judged at step 10.
+#: The series that are judged at step 10, with their names.
 JUDGED = {"losses": "loss", "grad_norms": "gradient norm"}
-#: Further orders of the control's sums.
+#: The number of further orders of summation in which the control runs.
 ORDERS = 7
-#: Of the packed form against three all-to-alls, in percent: DeepSeek-V3 debug model, 2 ranks.
+#: Published deviations of a packed exchange from three all-to-alls, in percent: DeepSeek-V3 debug model, 2 ranks.
 PUBLISHED = {"loss": {10: 0.103, 100: 0.056}, "grad_norm": {10: 0.218, 100: 0.128}}
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
@@ -59,7 +62,7 @@ def train(
     sum_gradients: Callable[[], None],
     steps: int,
 ) -> tuple[list[float], list[float], Gradients]:
-    """Losses and gradient norms of all steps, gradients of the first. Of a loss in parts gradients are summed."""
+    """Losses and gradient norms of all steps, and the gradients of the first step. The gradients of a loss's parts are summed."""
     parameters = list(model.parameters())
     masters = [p.detach().float().clone() for p in parameters]
     optimizer = torch.optim.AdamW(masters, lr=1e-3)
@@ -88,30 +91,29 @@ def gradients(model: nn.Module) -> Gradients:
 
 
 def distance(got: Gradients, want: Gradients) -> float:
-    """Relative, L2, over all parameters; an absent gradient is zero."""
+    """The relative L2 distance over all parameters; a missing gradient is zero."""
     zero = torch.zeros(())
     apart = sum(float((got.get(n, zero).double() - want.get(n, zero).double()).square().sum()) for n in {*got, *want})
     return math.sqrt(apart / sum(float(g.double().square().sum()) for g in want.values()))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Of every side losses and gradient norms by step, and the distance of its first gradients, on rank 0."""
+    """On rank 0: each side's losses and gradient norms by step, and the distance of its first gradients."""
     import deepspeed
     import transformers
 
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.comm.group import SequenceGroup
-    from ds_mla_ulysses.hf.handle import Handle
     from ds_mla_ulysses.layout.loss import sequence_loss
 
     dtype, batch = pairs.DTYPES[args.dtype], tokens(args.tokens, SEED)
 
     def new() -> nn.Module:
         experts = {"num_experts_per_tok": args.experts_per_token, "n_group": 1, "topk_group": 1}
-        return build(args.model, dtype, args.tokens, **experts)
+        return build(args.model, dtype, **experts)
 
     def whole_loss(halves: int | None = None) -> Callable[[nn.Module], list[Tensor]]:
-        """In one process; in two parts, if `halves` says which."""
+        """Of the whole sequence in one process; in two parts if `halves`, a seed, chooses them."""
         labels = batch["labels"][0, 1:]
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(halves or 0))
         parts = [slice(None)] if halves is None else order.chunk(2)
@@ -123,10 +125,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         return losses
 
-    def shared_loss(group: SequenceGroup) -> Callable[[nn.Module], list[Tensor]]:
+    def shared_loss(group: SequenceGroup, is_parallelized: bool = True) -> Callable[[nn.Module], list[Tensor]]:
+        """Of the whole sequence, over the ranks."""
         shard = dmu.shard_batch(batch, group)
-        inputs = {name: shard[name] for name in ("input_ids", "position_ids")}
-        return lambda model: [sequence_loss(model(**inputs, use_cache=False).logits, shard["shift_labels"], group)]
+        names = shard.inputs if is_parallelized else ("input_ids", "position_ids")  # the layout is for our patch only
+        inputs = {name: shard.inputs[name] for name in names}
+        return lambda model: [sequence_loss(model(**inputs, use_cache=False).logits, shard.shift_labels, group)]
 
     found: dict[str, Any] = {}
     orders: dict[int, dict[str, list[float]]] = {}
@@ -142,11 +146,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             orders[order] = {"losses": losses, "grad_norms": norms}
     everywhere: list[Any] = [None] * args.ranks
     dist.all_gather_object(everywhere, orders)
-    model, group = new(), SequenceGroup.of(dist.group.WORLD)
+    model = new()
     materialise(model, dist.group.WORLD)
-    # A handle of nothing: for its sum alone.
-    handle = Handle(model, group, 0, 1, "materialised", lambda paused: paused, lambda: None)
-    found["materialised"] = train(model, shared_loss(group), handle.sum_gradients, args.steps)
+    handle = dmu.parallelize(new())  # of another model: only its sum over the ranks is used
+    losses = shared_loss(SequenceGroup.of(dist.group.WORLD), is_parallelized=False)
+    found["materialised"] = train(model, losses, partial(handle.sum_gradients, model), args.steps)
     for name, way in STRATEGIES.items():
         model = new()
         handle = dmu.parallelize(model, **way)
@@ -170,7 +174,7 @@ def deviation(got: float, want: float) -> float:
 
 
 def allowed_at_10(found: dict[str, Any], series: str) -> float:
-    """How far a loss or a gradient norm may be from the materialised one's at step 10."""
+    """How far a loss or a gradient norm may deviate from the materialised one at step 10."""
     control = [found["sides"]["one process"], *found["control"]]
     base = found["sides"]["materialised"][series][9]
     return 2 * max(found["floor"], *(deviation(run[series][9], base) for run in control))
@@ -200,7 +204,7 @@ def missed(found: dict[str, Any]) -> list[str]:
 
 
 def rows(sides: dict[str, Any]) -> list[dict[str, Any]]:
-    """Relative deviations from the materialised path, the distance of the gradients from the reference."""
+    """Relative deviations from the materialised side, and the distance of the gradients from the reference."""
     base, found = sides["materialised"], []
     for name, side in sides.items():
         row = {"side": name}
@@ -225,12 +229,12 @@ def show(found: dict[str, Any]) -> None:
         for key, percents in PUBLISHED.items():
             last |= {f"{key} {step}": f"{percents[step]}%" for step in reached if step in percents}
         table.append(last)
-    print("Relative deviation from the materialised path, by step; of gradients the distance from the reference.\n")
+    print("Relative deviation from the materialised side, by step; for gradients, the distance from the reference.\n")
     pairs.print_table(table)
     print("\nmaterialised loss: " + ", ".join(f"{losses[step - 1]:.4f} at step {step}" for step in reached))
     if 10 in reached:
-        print("(published): of the packed form, DeepSeek-V3 debug model, 2 ranks; other model and data, not judged.")
-        allowed = (f"of the {what} {allowed_at_10(found, series):.4%}" for series, what in JUDGED.items())
+        print("(published): a packed exchange, DeepSeek-V3 debug model, 2 ranks; another model and data, not judged.")
+        allowed = (f"{what} {allowed_at_10(found, series):.4%}" for series, what in JUDGED.items())
         print(f"allowed at step 10: {', '.join(allowed)}. Step 100 is not judged.")
 
 
@@ -250,7 +254,7 @@ def main() -> int:
         print(json.dumps(judged | found | vars(args)))
     else:
         show(found)
-        print("\n".join(problems) or "all bars are held.")
+        print("\n".join(problems) or "all bars are met.")
     return 1 if problems else 0
 
 

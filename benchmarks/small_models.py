@@ -1,4 +1,4 @@
-"""Small random models, as their users would train them: over stock DeepSpeed or by one of our strategies."""
+"""The small models that the whole trainings use, and ways to parallelize them: stock DeepSpeed's, and every strategy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from common import SMALL, small_config
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ds_mla_ulysses.small_models import SETTINGS, small_config
 
-MODELS = SMALL
+MODELS = tuple(SETTINGS)
 VOCABULARY = 512
-#: Ways to parallelize, by the names that the tables have for them.
+#: Ways to parallelize, by their names in the tables.
 STRATEGIES = {
     "packed": {"strategy": "packed"},
     "latent_kv": {"strategy": "latent_kv"},
@@ -25,29 +25,30 @@ STRATEGIES = {
 }
 
 
-def build(model_type: str, dtype: torch.dtype, longest: int, **changes: Any) -> nn.Module:
-    """The same weights in every process and in every dtype, but for rounding.
+def build(model_type: str, dtype: torch.dtype, **changes: Any) -> nn.Module:
+    """A model that has the same weights in every process, and in every dtype up to rounding.
 
     Args:
-        longest: tokens of a sequence.
-        changes: to the config.
+        model_type: one of MODELS.
+        dtype: of the parameters.
+        changes: settings of the config that replace those of the small model.
     """
     from transformers import AutoModelForCausalLM
 
-    config = small_config(VOCABULARY, longest, model_type, **changes)
-    config._experts_implementation = "eager"  # the one that runs in every dtype
+    config = small_config(model_type, VOCABULARY, **changes)
+    config._experts_implementation = "eager"  # the only one that runs in every dtype
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).train()
 
 
 def tokens(count: int, seed: int) -> dict[str, Tensor]:
-    """One sequence of random tokens, each of which is to be predicted."""
+    """One sequence of random tokens, with labels for all of them."""
     input_ids = torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": input_ids, "labels": input_ids}
 
 
 def materialise(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """MLA over stock DeepSpeed: K and V of all heads, three all-to-alls in and one out, around transformers' sdpa."""
+    """MLA with stock DeepSpeed: Q, K and V of all heads travel in three all-to-alls and the output in one."""
     from deepspeed.sequence.layer import DistributedAttention
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -60,7 +61,9 @@ def materialise(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     stock = DistributedAttention(local, group, scatter_idx=2, gather_idx=1)
 
-    def three_all_to_alls(module, q, k, v, mask, scaling=None, **kwargs):
+    def three_all_to_alls(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
         return stock(*(x.transpose(1, 2) for x in (q, k, v)), 0, None, module, scaling), None
 
     AttentionInterface.register("three_all_to_alls", three_all_to_alls)

@@ -2,20 +2,21 @@
 
     python benchmarks/train_step.py --model llama --zero-stage 2 3 --ranks 2 --tokens 1024 --dtype fp32 [--json]
 
-Two engines of one process group step in turns, the first of a pair changing from pair to pair. Both have the same small
-model with the same weights, the same sequences, AdamW, ZeRO config and transformers' sdpa on whole sequences; each stage
-has processes of its own. Printed are medians over the pairs with their quartiles; ratio is stock's time by ours, pair by
-pair. Sharding the batch is not timed.
+Two engines in one process group take steps in turns, and each pair starts with the other side. Both have the same small
+model with the same weights, the same sequences, AdamW, the same ZeRO config, and transformers' sdpa on whole sequences. Each
+stage has processes of its own. The table shows medians over the pairs with their quartiles; ratio is stock's time divided
+by ours, pair by pair. Sharding the batch is not timed.
 
-Stock is `deepspeed.initialize` with DeepSpeed's own mpu of its sequence parallelism: Llama by `UlyssesSPAttentionHF`,
-DeepSeek-V3, which that refuses, by `DistributedAttention` on K and V of all heads through transformers'
-AttentionInterface. Its loss is DeepSpeed's recipe: two all-gathers, of the ranks' losses and of their tokens. Ours is
-`ds_mla_ulysses.initialize` and the loop of the README: one all-reduce for the number of tokens, one for the loss.
+Stock is `deepspeed.initialize` with the mpu of DeepSpeed's sequence parallelism. Llama runs on `UlyssesSPAttentionHF`.
+DeepSeek-V3, which that class refuses, runs on `DistributedAttention` with K and V of all heads, through transformers'
+AttentionInterface. The loss of stock follows DeepSpeed's recipe: two all-gathers, one of the ranks' losses and one of their
+numbers of tokens. Ours is `ds_mla_ulysses.initialize` and the loop of the README: one all-reduce for the number of tokens
+and one for the loss.
 
-What else differs: the scale of gradients, which stock's mpu and its loss change and ours do not; clipped to a norm of 1
-and given to AdamW they are the same updates. So the losses of both sides must agree in the first steps, or the exit
-status is 1. Stock's Llama gathers position ids in each layer. With gather_kv and head_tail, queries behind other ranks'
-keys attend by flash blocks, where transformers' sdpa makes all scores at once on a CPU if V is narrower than K.
+The sides also differ in the scale of their gradients, which stock's mpu and loss change and ours do not. With clipping to a
+norm of 1 and AdamW, the updates are the same. So the losses of both sides must agree in the first steps; otherwise the exit
+status is 1. Stock's Llama gathers position ids in every layer. With gather_kv and head_tail, queries attend to the keys of
+earlier ranks in flash blocks, where transformers' sdpa would compute all scores at once on a CPU if V is narrower than K.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pairs
 import torch
@@ -36,13 +37,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from small_models import MODELS, STRATEGIES, build, materialise, tokens
 
+if TYPE_CHECKING:
+    from ds_mla_ulysses import Shard
+
 CONFIGS = Path(__file__).parents[1] / "configs"
-#: Relative difference of the losses of the first steps.
+#: The largest relative difference of the losses in the first steps.
 AGREE = {"fp32": 1e-4, "bf16": 2e-2}
 
-Batch = dict[str, torch.Tensor]
-#: Takes a shard, returns the loss of the step over all ranks.
-Step = Callable[[Batch], float]
+#: Takes a shard, and returns the loss of the step over all ranks.
+Step = Callable[["Shard"], float]
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -56,16 +59,16 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ours(args: argparse.Namespace, model: torch.nn.Module) -> tuple[Step, Any]:
-    """A step, and the group whose split shards the batch."""
+    """A step, and the group that shards its batch."""
     import ds_mla_ulysses as dmu
 
     handle = dmu.parallelize(model, **STRATEGIES[args.strategy])
     engine, *_ = dmu.initialize(model=model, config=settings(args), handle=handle)
 
-    def step(shard: Batch) -> float:
+    def step(shard: Shard) -> float:
         num_items = handle.num_items([shard])
-        logits = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"], use_cache=False).logits
-        loss = handle.loss(logits, shard["shift_labels"], num_items=num_items)
+        logits = engine(**shard.inputs, use_cache=False).logits
+        loss = handle.loss(logits, shard, num_items=num_items)
         engine.backward(loss)
         engine.step()
         return loss.item()
@@ -87,17 +90,18 @@ def stock(args: argparse.Namespace, model: torch.nn.Module) -> Step:
     else:
         mpu.initialize_sequence_parallel(args.ranks)
         materialise(model, mpu.get_sequence_parallel_group())
-        if args.stage == 3:  # or ranks that route to different experts wait for each other
+        if args.stage == 3:  # otherwise ranks that route to different experts wait for each other
             set_z3_leaf_modules_by_name(model, [n for n, _ in model.named_modules() if n.endswith(".experts")])
     with without_cpu_extension():
         engine, *_ = deepspeed.initialize(model=model, config=settings(args), mpu=mpu)
     group = mpu.get_sequence_parallel_group()
 
-    def step(shard: Batch) -> float:
-        logits = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"], use_cache=False).logits
-        labels = shard["shift_labels"].flatten()
-        own = F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=-100)
-        losses = all_gather(own, group=group)
+    def step(shard: Shard) -> float:
+        ids, positions = shard.inputs["input_ids"], shard.inputs["position_ids"]
+        logits = engine(input_ids=ids, position_ids=positions, use_cache=False).logits
+        labels = shard.shift_labels.flatten()
+        local = F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=-100)
+        losses = all_gather(local, group=group)
         counts = all_gather((labels != -100).sum(), group=group)
         loss = sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts)
         engine.backward(loss)
@@ -117,10 +121,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from ds_mla_ulysses.comm.group import SequenceGroup
 
     def new() -> torch.nn.Module:
-        return build(args.model, pairs.DTYPES[args.dtype], args.tokens)
+        return build(args.model, pairs.DTYPES[args.dtype])
 
-    # Ours first: `initialize` takes its mpu away again, stock's stays with DeepSpeed, and UlyssesSPAttentionHF takes
-    # the place of transformers' sdpa, which ours has by then.
+    # Ours is built first: `initialize` removes its mpu from DeepSpeed again, but that of stock stays, and
+    # UlyssesSPAttentionHF replaces transformers' sdpa, which our model has looked up by then.
     our_step, our_group = ours(args, new())
     assert groups.mpu is None
     steps = {"stock": stock(args, new()), args.strategy: our_step}
@@ -141,7 +145,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """The lower one, the median and the upper one."""
+    """The lower quartile, the median and the upper quartile."""
     if len(values) == 1:
         return (values[0],) * 3
     lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
@@ -149,7 +153,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def apart(losses: dict[str, list[float]]) -> float:
-    """How far the losses of the first steps are from each other, relatively; later ones drift by rounding."""
+    """The largest relative difference of the losses in the first steps; later ones drift apart by rounding."""
     stock, ours = (series[: pairs.WARMUP] for series in losses.values())
     return max(abs(a - b) / abs(a) for a, b in zip(stock, ours, strict=True))
 
@@ -157,11 +161,11 @@ def apart(losses: dict[str, list[float]]) -> float:
 def rows(args: argparse.Namespace, found: dict[str, Any]) -> list[dict[str, Any]]:
     seconds, base = found["seconds"], found["seconds"]["stock"]
     table = []
-    for name, own in seconds.items():
-        speed = [round(args.tokens / s) for s in reversed(quartiles(own))]
-        ratio = [round(r, 3) for r in quartiles([b / s for b, s in zip(base, own, strict=True)])]
+    for name, ours in seconds.items():
+        speed = [round(args.tokens / s) for s in reversed(quartiles(ours))]
+        ratio = [round(r, 3) for r in quartiles([b / s for b, s in zip(base, ours, strict=True)])]
         row = {"zero": args.stage, "side": name, "tokens/s": speed[1], "q1": speed[0], "q3": speed[2]}
-        row |= {"ms": round(1e3 * statistics.median(own), 1), "ratio": ratio[1], "ratio q1": ratio[0]}
+        row |= {"ms": round(1e3 * statistics.median(ours), 1), "ratio": ratio[1], "ratio q1": ratio[0]}
         table.append(row | {"ratio q3": ratio[2]})
     return table
 
@@ -171,15 +175,15 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--model", choices=MODELS, default="deepseek_v3")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), nargs="+", default=[2, 3])
-    parser.add_argument("--strategy", choices=STRATEGIES, default="packed", help="ours")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="packed", help="our strategy")
     parser.set_defaults(tokens=1024)
     args = parser.parse_args()
     if args.ranks < 2 or args.pairs < 1:
         parser.error("wanted at least 2 ranks and 1 pair")
     if args.model == "llama" and "latent" in args.strategy:
-        parser.error(f"--strategy {args.strategy} is for MLA")
+        parser.error(f"--strategy {args.strategy} is for MLA only")
     if "RANK" in os.environ and len(args.zero_stage) > 1:
-        parser.error("each stage wants new processes: of ranks that were started from outside name one --zero-stage")
+        parser.error("each stage needs new processes: give one --zero-stage if the ranks are started from outside")
     table, versions, losses = [], {}, {}
     for stage in args.zero_stage:
         args.stage = stage

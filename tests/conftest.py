@@ -1,7 +1,10 @@
 """Makes the tests' own modules importable, in pytest and in the rank processes alike."""
 
+import functools
 import gc
+import inspect
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -32,3 +35,40 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+#: How tests say with how many processes they run, in the parameters that they are generated from.
+_SIZES = ("size", "ranks", "processes")
+_FOUR_RANKS = re.compile(r"(run_ranks|raises_on_ranks|over_ranks|equals_one_process|check|run_script)\(\s*[3-9]")
+
+
+def pytest_collection_modifyitems(items):
+    """Marks tests that need more than two processes or a launcher, by the source of what they call in their file."""
+    for item in items:
+        source = _source_of(item.function)
+        parameters = getattr(item, "callspec", None)
+        sizes = [parameters.params.get(name) for name in _SIZES] if parameters else []
+        if any(isinstance(size, int) and size > 2 for size in sizes) or _FOUR_RANKS.search(source):
+            item.add_marker("four_ranks")
+        if re.search(r"\b(launch|subprocess\.run|Popen)\(", source):
+            item.add_marker("launcher")
+        if "compile" in item.name or re.search(r"\.compile\(|torch_compile", source):
+            item.add_marker("slow")
+
+
+@functools.cache
+def _source_of(function):
+    """The source of a function and of the functions of its file that it names, and so on."""
+    todo, seen, sources = [function], set(), []
+    while todo:
+        found = inspect.unwrap(todo.pop())
+        if found in seen:
+            continue
+        seen.add(found)
+        sources.append(inspect.getsource(found))
+        names = set(re.findall(r"\w+", sources[-1]))
+        for name, value in vars(sys.modules[found.__module__]).items():
+            value = getattr(value, "_fixture_function", value)
+            if name in names and inspect.isfunction(value) and value.__module__ == found.__module__:
+                todo.append(value)
+    return "\n".join(sources)

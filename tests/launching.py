@@ -17,9 +17,9 @@ ACCELERATE_CONFIG = ROOT / "configs" / "accelerate_zero3_sp.yaml"
 
 
 def run_script(processes, *words):
-    """Runs a script on ranks, which have imported already what a launched process takes seconds to import.
+    """Runs a script on the ranks of a pool, which have already imported the large libraries.
 
-    Returns what `launch` does: of rank 0, where some rank has failed the code of that one.
+    Returns the same as `launch`: the output of rank 0, and the exit code of the first rank that failed.
     """
     answers = run_ranks(processes, _script, [str(word) for word in words], timeout=200)
     code = next((code for code, _ in answers if code), 0)
@@ -36,10 +36,13 @@ def _script(words):
     with contextlib.ExitStack() as stack:
         stack.enter_context(fresh_state())
         stack.callback(ds_mla_ulysses.uninstall)
-        for interface in (AttentionInterface, AttentionMaskInterface):  # or the script's names were taken from then on
+        for interface in (
+            AttentionInterface,
+            AttentionMaskInterface,
+        ):  # so that the script can register its names again
             stack.enter_context(mock.patch.dict(interface._global_mapping))
-            interface._global_mapping.pop("moba", None)  # of tests that ran before
-        stack.enter_context(mock.patch("torch.distributed.destroy_process_group"))  # the pool's, which lives on
+            interface._global_mapping.pop("moba", None)  # earlier tests may have registered it
+        stack.enter_context(mock.patch("torch.distributed.destroy_process_group"))  # the group of the pool stays alive
         stack.enter_context(mock.patch.multiple(sys, argv=words, path=[str(Path(words[0]).parent), *sys.path]))
         stack.enter_context(contextlib.redirect_stdout(said))
         try:
@@ -67,7 +70,7 @@ def launch(launcher, *words, processes=2):
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
-        "PYTHONFAULTHANDLER": "1",  # says where a process was that aborts
+        "PYTHONFAULTHANDLER": "1",  # prints the stack of a process that aborts
         "PATH": os.pathsep.join(["/nowhere", str(Path(sys.executable).parent)]),  # no compilers
     }
     return subprocess.run(

@@ -100,6 +100,9 @@ def freeze_modules() -> None:
 
 
 def _pool(size: int) -> _Pool:
+    at_most = int(os.environ.get("RANKS_AT_MOST", size))  # of `make test-fast`
+    if size > at_most:
+        raise RankError(f"the test runs on {size} ranks, more than the {at_most} allowed: mark it four_ranks.")
     if size not in _pools or not _pools[size].alive:
         _pools[size] = _Pool(size)
     return _pools[size]

@@ -1,1 +1,1 @@
-"""Attention classes: what travels between ranks, and what is computed where."""
+"""The attention classes, each of which exchanges other tensors between the ranks."""

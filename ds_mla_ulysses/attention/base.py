@@ -19,6 +19,7 @@ from torch import Tensor
 from ..comm.group import SequenceGroup
 from ..layout.exchange import HeadsToTokens
 from ..layout.heads import local_query_heads
+from ..planner.strategies import names_with_split, one_of
 
 
 class SequenceAttention(DistributedAttention):
@@ -46,8 +47,9 @@ class SequenceAttention(DistributedAttention):
         sequence_group = SequenceGroup.of(group)
         if sequence_group.split not in self.splits:
             raise ValueError(
-                f"split={sequence_group.split!r} is for the strategy 'gather_kv', whose queries stay on their rank. This "
-                "class exchanges heads, so every rank already has the same work. Choose split='contiguous'."
+                f"split={sequence_group.split!r} is for the strategy {one_of(names_with_split(sequence_group.split))}, whose "
+                "queries stay on their rank. This class exchanges heads, so every rank already has the same work. Choose "
+                "split='contiguous'."
             )
         super().__init__(local_attention, sequence_group.process_group)
         self.group = sequence_group

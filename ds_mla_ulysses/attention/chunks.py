@@ -63,6 +63,12 @@ def chunks_of_rank(heads: int, ranks: int, count: int, rank: int) -> list[slice]
     return HeadChunks(heads, ranks, count).of_rank(rank)
 
 
+@computed_once
+def chunk_sizes(heads: int, ranks: int, count: int) -> list[int]:
+    """Returns `HeadChunks(heads, ranks, count).sizes`. The caller must not change the list."""
+    return HeadChunks(heads, ranks, count).sizes
+
+
 class ForChunks(torch.autograd.Function):
     """Returns the same tensor once for each chunk.
 

@@ -106,22 +106,23 @@ class UlyssesMLAAttention(MLAHeadExchange):
         Raises:
             ValueError: shapes that do not fit the widths, mixed dtypes, fewer heads than ranks.
         """
-        pending = k_shared if isinstance(k_shared, PendingKey) else None
-        if pending is not None:
-            k_shared = tokens_first(pending.local_TBR, pending.batch_first)
-        batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, kv=kv, k_shared=k_shared)
+        if isinstance(k_shared, PendingKey):
+            pending, key = k_shared, tokens_first(k_shared.local_TBR, k_shared.batch_first)
+        else:
+            pending, key = None, k_shared
+        batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, kv=kv, k_shared=key)
         if pending is not None and pending.batch_first != batch_first:
             raise ValueError(
                 f"k_shared was gathered with batch_dim_idx={1 - pending.batch_first:d}, not {batch_dim_idx}."
             )
-        self.latents.check_packed(q, kv, k_shared, batch_first)
+        self.latents.check_packed(q, kv, key, batch_first)
         H, group = q.shape[2], self.group
         self.query_heads(H)  # raises ValueError if there are fewer heads than ranks
         if self.head_chunks > 1:
             gathered_SBR = None if pending is None else pending.gathered_SBR
-            return self._attend_in_chunks([q, kv], [k_shared], gathered_SBR, _as_it_is, batch_first, args, kwargs)
+            return self._attend_in_chunks([q, kv], [key], gathered_SBR, _as_it_is, batch_first, args, kwargs)
         if pending is None:
-            pending = self._gather_shared_key(k_shared, batch_first)
+            pending = self._gather_shared_key(key, batch_first)
         q_SBMK, k_SBMK, v_SBMV = _PackedExchange.apply(
             tokens_first(q, batch_first),
             tokens_first(kv, batch_first),

@@ -1,4 +1,4 @@
-"""The part that the MLA classes which exchange heads have in common: their constructor and their head chunks.
+"""The base of the MLA classes that exchange heads: their constructor and their head chunks.
 
 Shape letters:
     B batch                             N key width without position
@@ -21,12 +21,12 @@ from ..comm.group import SequenceGroup
 from ..layout.exchange import HeadsToTokens, TokensToHeads, start_tokens_to_heads
 from ..layout.gather import gather_rows, start_gather_rows
 from .base import SequenceAttention, tokens_first
-from .chunks import ForChunks, HeadChunks, check_count, recomputed
+from .chunks import ForChunks, check_count, chunk_sizes, chunks_of_rank, recomputed
 from .expansion import Expand, Latents
 
 
 class MLAHeadExchange(SequenceAttention):
-    """The base of `UlyssesMLAAttention` and `LatentKVMLAAttention`, whose ranks attend with some of the heads each."""
+    """The base of `UlyssesMLAAttention` and `LatentKVMLAAttention`, in which each rank attends with some of the heads."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class MLAHeadExchange(SequenceAttention):
             expand: computes kv of a chunk's heads from the gathered latent, or returns the kv that was exchanged.
         """
         group, alone = self.group, self.group.size == 1
-        chunks = HeadChunks(by_heads[0].shape[2], group.size, self.head_chunks)
-        n, sizes = chunks.count, chunks.sizes
+        H, n = by_heads[0].shape[2], self.head_chunks
+        sizes, local_chunks = chunk_sizes(H, group.size, n), chunks_of_rank(H, group.size, n, group.rank)
         # The tensors are split, not sliced: each slice's backward would write a gradient of all heads.
         pieces = [tokens_first(x, batch_first).split(sizes, 2) for x in by_heads]
 
@@ -81,7 +81,7 @@ class MLAHeadExchange(SequenceAttention):
             gathered = gather_rows(gathered, group, batch_first, pending)
         gathered_by_chunk = zip(*(ForChunks.apply(n, x) for x in gathered), strict=True)
         outs = []
-        for c, (heads, shared) in enumerate(zip(chunks.of_rank(group.rank), gathered_by_chunk, strict=True)):
+        for c, (heads, shared) in enumerate(zip(local_chunks, gathered_by_chunk, strict=True)):
             local, arriving = under_way
             if c + 1 < n:
                 under_way = start(c + 1)

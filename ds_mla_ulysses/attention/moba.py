@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..comm.group import SPLITS, SequenceGroup
 from ..moba import MoBAConfig, moba_attention
+from ..planner.strategies import GatherKV, Packed
 from .base import SequenceAttention
 from .gather import GatherKVAttention
 from .ulysses import UlyssesAttention
 
-_STRATEGIES = {"packed": UlyssesAttention, "gather_kv": GatherKVAttention}
+_STRATEGIES = {Packed.name: UlyssesAttention, GatherKV.name: GatherKVAttention}
 
 
 class UlyssesMoBAAttention(SequenceAttention):

@@ -1,10 +1,13 @@
-"""Collectives as plain functions over torch's, and registered operators where one is left pending.
+"""Collectives: plain functions over torch's, and registered operators for those that stay pending.
 
-`start_*` returns at once with a *pending* tensor: nothing may read it before `wait`. They are called
-inside registered operators only (here and in `layout.exchange`), where no compiler can move a read
-in front of the wait or reuse the memory of a buffer that is still being sent.
+The functions `start_*` return at once with a *pending* tensor, which nothing may read before `wait`. They are called only
+inside registered operators (here and in `layout`), because there no compiler can move a read in front of the wait or
+reuse the memory of a buffer that is still being sent.
 
-Letters: P ranks · T this rank's tokens · S = P*T · B batch · R width.
+Shape letters:
+    P ranks                             B batch
+    T tokens of this rank               R width
+    S = P*T, tokens of the sequence
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ _functional = torch.ops._c10d_functional
 
 
 def start_all_gather(x: Tensor, size: int, group: str, direction: str) -> Tensor:
-    """Starts gathering x over the ranks along dim 0. x must not be written before the wait."""
+    """Starts gathering x over the ranks along dim 0. The caller must not write to x before the wait."""
     traffic.record("all_gather", direction, x.nbytes * (size - 1))
     return _functional.all_gather_into_tensor(x, size, group)
 
@@ -29,7 +32,7 @@ def start_all_gather(x: Tensor, size: int, group: str, direction: str) -> Tensor
 def start_all_to_all(
     wire: Tensor, received: list[int], sent: list[int], rank: int, group: str, direction: str
 ) -> Tensor:
-    """Starts the exchange of a flat buffer: `sent[p]` elements of it to rank p, `received[p]` from it, in that order."""
+    """Starts the exchange of a flat buffer: `sent[p]` elements of it go to rank p, `received[p]` elements come from it."""
     _record_all_to_all(wire, sent, rank, direction)
     return _functional.all_to_all_single(wire, received, sent, group)
 
@@ -37,9 +40,10 @@ def start_all_to_all(
 def all_to_all(
     out: Tensor, wire: Tensor, received: list[int], sent: list[int], rank: int, group: str, direction: str
 ) -> None:
-    """Exchanges flat buffers: `sent[p]` elements of wire to rank p, `received[p]` from it into out."""
+    """Exchanges flat buffers: `sent[p]` elements of wire go to rank p, `received[p]` elements from it arrive in out."""
     _record_all_to_all(wire, sent, rank, direction)
-    dist.all_to_all_single(out, wire, received, sent, group=_resolve_process_group(group))
+    process_group = _resolve_process_group(group)  # type: ignore[arg-type]  # a plain string in older releases
+    dist.all_to_all_single(out, wire, received, sent, group=process_group)
 
 
 def _record_all_to_all(wire: Tensor, sent: list[int], rank: int, direction: str) -> None:
@@ -47,17 +51,17 @@ def _record_all_to_all(wire: Tensor, sent: list[int], rank: int, direction: str)
 
 
 def wait(pending: Tensor) -> Tensor:
-    """Blocks (or makes the stream wait) until a pending tensor has arrived."""
+    """Waits until a pending tensor has arrived: the host on a CPU, the current stream on a GPU."""
     return _functional.wait_tensor(pending)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or the dtype itself where it is wider."""
+    """Returns fp32, or the dtype itself if it is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def gather_now(x: Tensor, group: SequenceGroup, direction: str) -> Tensor:
-    """x of all ranks, concatenated along dim 0; not differentiable; x has the same shape on every rank."""
+    """Gathers x, which has the same shape on every rank, along dim 0 and waits for it. Not differentiable."""
     if group.size == 1:
         return x
     return wait(start_all_gather(x.contiguous(), group.size, group.name, direction))
@@ -79,10 +83,15 @@ def gather_to(x: Tensor, owner: int, group: SequenceGroup, direction: str) -> li
 
 
 def exchange_bytes(parts: list[bytes], received: list[int], group: SequenceGroup, device: torch.device) -> list[bytes]:
-    """Sends parts[p] to rank p; what each rank sent here, of which `received[p]` bytes come from rank p.
+    """Sends parts[p] to rank p.
 
     Args:
-        device: where the group's backend takes its buffers from.
+        parts: the bytes for each rank.
+        received: the number of bytes that come from each rank.
+        device: the device of the buffers, which the group's backend has to support.
+
+    Returns:
+        The bytes from each rank.
     """
     if group.size == 1:
         return list(parts)
@@ -95,23 +104,34 @@ def exchange_bytes(parts: list[bytes], received: list[int], group: SequenceGroup
 
 @torch.library.custom_op("ds_mla_ulysses::gather_start", mutates_args=())
 def gather_start(x_TBR: Tensor, size: int, group: str) -> Tensor:
-    """Starts gathering x over the sequence: *pending* [S, B, R], for an operator that waits inside."""
-    # The copy is the buffer that is sent: a compiler may reuse the memory of x while it is on its way.
+    """Starts gathering x over the sequence.
+
+    Returns:
+        *pending* [S, B, R], for an operator that waits inside.
+    """
+    # The copy is sent, because a compiler may reuse the memory of x while the collective is under way.
     return start_all_gather(x_TBR.clone(memory_format=torch.contiguous_format), size, group, "forward")
 
 
 @gather_start.register_fake
-def _(x_TBR: Tensor, size: int, group: str) -> Tensor:
+def _fake_gather_start(x_TBR: Tensor, size: int, group: str) -> Tensor:
     return x_TBR.new_empty(x_TBR.shape[0] * size, *x_TBR.shape[1:])
 
 
 @torch.library.custom_op("ds_mla_ulysses::sum_over_ranks", mutates_args=())
 def sum_over_ranks(pending_SBR: Tensor, size: int) -> Tensor:
-    """Waits for what each rank sent of this rank's tokens, sums the ranks in fp32 (or wider), rounds once: [T, B, R]."""
+    """Waits for every rank's partial sums of this rank's tokens, adds them in fp32 (or wider) and rounds once.
+
+    Args:
+        pending_SBR: the partial sums [T, B, R] of each rank, one after the other.
+
+    Returns:
+        [T, B, R].
+    """
     parts = wait(pending_SBR).unflatten(0, (size, -1))
     return parts.sum(0, dtype=accumulation_dtype(parts.dtype)).to(parts.dtype)
 
 
 @sum_over_ranks.register_fake
-def _(pending_SBR: Tensor, size: int) -> Tensor:
+def _fake_sum_over_ranks(pending_SBR: Tensor, size: int) -> Tensor:
     return pending_SBR.new_empty(pending_SBR.shape[0] // size, *pending_SBR.shape[1:])

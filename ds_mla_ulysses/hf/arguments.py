@@ -1,4 +1,4 @@
-"""The arguments of a module's call, positional or by keyword, and a base class for objects that must not be copied."""
+"""The arguments of a module's call by name, and a base for objects that must not be copied with a patched model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class NotCopied:
-    """Refuses copying and pickling, because a copy would share the model's process group, hooks or weights.
+    """An object that belongs to one patched model. A copy would share its process group, its hooks or its weights.
 
     Raises:
-        RuntimeError: the object, or a model that holds it, is copied or pickled.
+        RuntimeError: the object is copied or pickled.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -20,7 +20,7 @@ class NotCopied:
 
 
 def by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns all arguments of a call by name, those of `**kwargs` included."""
+    """Returns all arguments of a call by name, whether they were passed by position or by keyword."""
     bound = dict(signature.bind_partial(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -29,5 +29,5 @@ def by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
 
 
 def is_given(value: Any) -> bool:
-    """Returns whether the value of an argument asks for anything: it is a tensor, or neither None nor False nor 0."""
+    """Says whether an argument was given and is not switched off (None, False or 0)."""
     return isinstance(value, Tensor) or (value is not None and value is not False and value != 0)

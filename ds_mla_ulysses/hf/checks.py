@@ -3,8 +3,10 @@
 | check    | where                 | what it finds                                        | cost                                          |
 |----------|-----------------------|------------------------------------------------------|-----------------------------------------------|
 | "batch"  | Handle.shard          | ranks of a group that hold different or bad batches  | two small all-gathers, a copy to the host     |
-| "labels" | Handle.loss           | labels outside the vocabulary                        | a wait for the device                         |
+| "labels" | Handle.loss           | labels outside the vocabulary, differing num_items   | a wait for the device                         |
 | "loss"   | the engine's backward | a loss that is not the same number on all ranks      | an all-reduce of two numbers, a wait          |
+
+Once, at the first loss without an engine, ranks also compare a checksum of their weights, unless the policy is "never".
 """
 
 from __future__ import annotations

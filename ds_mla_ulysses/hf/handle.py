@@ -6,6 +6,7 @@ Letters: B batch · T local tokens · S tokens of the whole sequence · V vocabu
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.agreement import all_reduce, sum_gradients
+from ..comm.agreement import all_reduce, gather_numbers, sum_gradients
 from ..comm.group import SequenceGroup
 from ..layout.batch import shard_batch
 from ..layout.loss import count_items, sequence_loss
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 HANDLE = "_ulysses_handle"
 #: By how much the loss may differ between ranks, relatively: the rounding of fp32 sums in another order.
 _LOSS_TOLERANCE = 1e-6
+#: How many values of each parameter are compared between ranks.
+_SAMPLES = 16
 
 
 class Handle:
@@ -61,6 +64,7 @@ class Handle:
         self.checks = checks or Checks()
         self.is_restored = False
         self._engine: Any = None
+        self._compared_weights = False
 
     @property
     def split(self) -> str:
@@ -107,7 +111,9 @@ class Handle:
         Raises:
             RuntimeError: the handle was restored.
             TypeError: shard is not a shard.
-            ValueError: logits and labels do not fit each other, there are no labels, or num_items is missing.
+            ValueError: logits and labels do not fit each other, there are no labels, or num_items is missing; on all
+                ranks: labels outside the vocabulary, num_items or (without an engine, at the first loss) weights that
+                differ between ranks.
         """
         if self.is_restored:
             raise RuntimeError(
@@ -116,6 +122,8 @@ class Handle:
             )
         labels, check = labels_of(shard), self.checks.due("labels")
         if self._engine is None:
+            if torch.is_grad_enabled() and not self._compared_weights and self.checks.policy != "never":
+                self._compare_weights()
             return sequence_loss(logits, labels, self.group, num_items, check=check)
         steps = self._engine.gradient_accumulation_steps()
         if num_items is None and torch.is_grad_enabled() and (steps > 1 or self.data_size > 1):
@@ -127,6 +135,25 @@ class Handle:
         # DeepSpeed divides the loss by the accumulation steps and the summed gradients by the ranks.
         scale = steps * self.group.size * self.data_size
         return sequence_loss(logits, labels, self.group, num_items, scale, check=check)
+
+    def _compare_weights(self) -> None:
+        """Raises ValueError on all ranks if their weights differ, by a few values of each; once. Engines share weights."""
+        self._compared_weights = True
+        if self.group.size == 1:
+            return
+        samples = [
+            p.detach().reshape(-1)[:: max(1, p.numel() // _SAMPLES)][:_SAMPLES].double().sum()
+            for p in self.model.parameters()
+            if p.numel() and not p.is_meta and p.dtype.is_floating_point
+        ]
+        checksum = zlib.crc32(torch.stack(samples).cpu().numpy().tobytes()) if samples else 0
+        of_ranks = [number for (number,) in gather_numbers([checksum], self.group)]
+        differing = [rank for rank, number in enumerate(of_ranks) if number != of_ranks[0]]
+        if differing:
+            raise ValueError(
+                f"the weights of ranks 0 and {differing[0]} of the sequence-parallel group differ: load or seed the model "
+                "alike on all ranks, or let a DeepSpeed engine share them (ds_mla_ulysses.initialize)."
+            )
 
     def num_items(self, shards: Sequence[Shard | Mapping[str, Any]]) -> int:
         """The number of supervised tokens of an optimizer step, over its micro-batches and over all ranks.

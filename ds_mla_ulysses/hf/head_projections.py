@@ -1,8 +1,6 @@
-"""Linear projections that can compute some of their heads only, from the rows of the weight that belong to those heads.
+"""Linear projections that are computed for some heads only, from the rows of the weight that belong to those heads.
 
-Shape letters:
-    H all heads                       D output width of a head
-    M the heads that are asked for    L input width
+Shape letters: H heads · M some of the heads · D output width of a head · L input width.
 """
 
 from __future__ import annotations
@@ -13,18 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..planner.strategies import names_that_call_projections_whole, one_of
 from .arguments import NotCopied
 
 
 class WithHeads(NotCopied):
-    """A forward for a linear module: `linear(x, heads=slice)` computes those heads, `linear(x)` computes all of them.
+    """A forward for a linear projection to heads: `linear(x, heads=slice)` computes those heads, `linear(x)` all of them.
 
-    The module itself is called, so its hooks run, which gather the weight under ZeRO-3. `heads` is a keyword argument,
-    so the positional arguments that hooks see do not change.
+    It is called through the module, so hooks fire; under ZeRO-3 they gather the weight. The heads are passed by keyword,
+    which leaves the positional arguments that hooks see as they are.
 
     Args:
-        linear: the projection, whose forward is replaced by this object.
-        heads: the number of its heads.
+        linear: weight [H*D, L].
+        heads: H.
     """
 
     def __init__(self, linear: nn.Linear, heads: int) -> None:
@@ -39,28 +38,36 @@ class WithHeads(NotCopied):
 
 
 def project(module: nn.Module, name: str, x: Tensor, heads: slice) -> Tensor:
-    """Computes some heads of the projection `name` of an attention module: x [..., L] -> [..., M*D].
+    """Computes some heads of a projection whose forward is a `WithHeads`.
+
+    Args:
+        module: the attention module.
+        name: of the projection in the module.
+        x: [..., L].
+        heads: M consecutive heads.
+
+    Returns:
+        [..., M*D].
 
     Raises:
-        RuntimeError: the projection was replaced after `parallelize`, for example by an adapter.
+        RuntimeError: the projection was replaced after the model was parallelized, for example by an adapter.
     """
     projection = module._modules[name]
     if type(projection) is not nn.Linear:
         raise RuntimeError(
-            f"{type(module).__name__}.{name} was replaced after parallelize, whose strategy uses single rows of its weight: "
-            "put adapters on the model before it is parallelized, and use strategy='packed' or 'gather_kv'."
+            f"{type(module).__name__}.{name} was replaced after parallelize, which takes rows of its weight: put adapters "
+            "on the model before it is parallelized, with strategy="
+            f"{one_of(names_that_call_projections_whole())}."
         )
-    out: Tensor = projection(x, heads=heads)
-    return out
+    computed: Tensor = projection(x, heads=heads)
+    return computed
 
 
 class LinearRows(torch.autograd.Function):
-    """Multiplies by some rows of a weight: x [..., L], weight [H*D, L] -> [..., M*D], rows [start, stop).
+    """x [..., L] and weight [H*D, L] -> [..., M*D], with the rows of the weight from `start` to `stop`.
 
-    It saves x and whole parameters for backward, because a saved part of the weight would keep the gathered weight
-    alive until backward under ZeRO-3.
-
-    Backward: no collective. The gradient has the size of the whole weight, with zeros in the other rows.
+    It saves x and the whole parameters, not a slice of the weight: under ZeRO-3 a slice would keep the gathered weight
+    alive until backward. Backward: a gradient of the whole weight, with zeros in the other rows.
     """
 
     @staticmethod
@@ -70,7 +77,7 @@ class LinearRows(torch.autograd.Function):
         return F.linear(x, weight[ctx.rows], None if bias is None else bias[ctx.rows])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:

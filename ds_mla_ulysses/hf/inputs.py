@@ -21,7 +21,7 @@ from .arguments import is_given
 #: The keyword argument that tells the text model's hook what is wrong with the whole model's arguments.
 PROBLEM = "ulysses_problem"
 
-NO_ATTENTIONS = "output_attentions is not supported under sequence parallelism."
+_NO_ATTENTIONS = "output_attentions is not supported under sequence parallelism."
 _REFUSED_OF_MODEL = {
     ("labels",): (
         "labels cannot be given to a parallelized model, which would shift them within this rank's shard: shard the batch "
@@ -43,7 +43,7 @@ _REFUSED_OF_TEXT_MODEL = {
     ("cu_seq_lens_q", "cu_seq_lens_k"): (
         "cu_seq_lens_q/k do not fit a shard of a sequence: tell documents by position_ids instead."
     ),
-    ("output_attentions",): NO_ATTENTIONS,
+    ("output_attentions",): _NO_ATTENTIONS,
 }
 
 
@@ -57,15 +57,27 @@ def refused_of_model(given: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | 
     return None
 
 
-def refused_of_text_model(given: Mapping[str, Any]) -> str | None:
-    """Why arguments of the text model would be wrong on a shard; None if they are right."""
+def find_problem(text_model: Any, given: Mapping[str, Any], layout: Any, group: SequenceGroup) -> str | None:
+    """Why the arguments of the text model would be wrong on a shard; None if they are right."""
     for names, problem in _REFUSED_OF_TEXT_MODEL.items():
         if any(is_given(given.get(name)) for name in names):
             return problem
-    return None
+    if getattr(text_model.config, "output_attentions", False):
+        return _NO_ATTENTIONS
+    tokens = tokens_of(given)
+    if tokens is None:
+        return _problem_of_tokens(given.get("input_ids"), given.get("inputs_embeds"))
+    return _problem_of_layout(layout, group, tokens.shape[1])
 
 
-def problem_of_tokens(ids: Any, embeds: Any) -> str | None:
+def tokens_of(given: Mapping[str, Any]) -> Tensor | None:
+    """The input_ids [B, T] or inputs_embeds [B, T, D] that were given; None if they are not what a model takes."""
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    tokens: Any = embeds if ids is None else ids
+    return tokens if _problem_of_tokens(ids, embeds) is None else None
+
+
+def _problem_of_tokens(ids: Any, embeds: Any) -> str | None:
     """Why the tokens would stop this rank in the embedding, which the other ranks would not notice."""
     if (ids is None) == (embeds is None):
         return "give exactly one of input_ids and inputs_embeds."
@@ -78,7 +90,7 @@ def problem_of_tokens(ids: Any, embeds: Any) -> str | None:
 
 def impossible_tokens(text_model: nn.Module, ids: Tensor) -> Tensor | None:
     """bool [B, T], True on tokens that the embedding does not have. The host does not wait for it."""
-    table = text_model.get_input_embeddings()
+    table = _embeddings_of(text_model)
     return (ids < 0) | (ids >= table.num_embeddings) if isinstance(table, nn.Embedding) else None
 
 
@@ -87,11 +99,11 @@ def problem_of_impossible_tokens(text_model: nn.Module, ids: Tensor) -> str | No
     wrong = impossible_tokens(text_model, ids)
     if wrong is None or not wrong.any():
         return None
-    found, size = int(ids[wrong][0]), text_model.get_input_embeddings().num_embeddings
+    found, size = int(ids[wrong][0]), _embeddings_of(text_model).num_embeddings
     return f"input_ids has {found}, which is outside the vocabulary of {size}."
 
 
-def problem_of_layout(layout: Any, group: SequenceGroup, tokens: int) -> str | None:
+def _problem_of_layout(layout: Any, group: SequenceGroup, tokens: int) -> str | None:
     """Why the layout is not that of the group, or of so many local tokens."""
     if not isinstance(layout, ShardLayout):
         return (
@@ -108,6 +120,10 @@ def problem_of_layout(layout: Any, group: SequenceGroup, tokens: int) -> str | N
             f"{layout.length}: give the model shard.inputs as they are, not truncated and not those of another batch."
         )
     return None
+
+
+def _embeddings_of(text_model: Any) -> Any:
+    return text_model.get_input_embeddings()
 
 
 def is_recomputation() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+import zlib
 from typing import Any
 
 import torch
@@ -96,6 +97,9 @@ def parallelize(
             "checks": checks,
             "sp_size": sp_size,
             "a group was given": group is not None,
+            "the attention layers": ", ".join(sorted({type(layer).__name__ for layer in found.layers})),
+            "the number of attention layers": len(found.layers),
+            "the names, widths or kinds of parameters (by a checksum)": _checksum_of_parameters(model),
         }
     )
     sequence_group, data_rank, data_size = _groups(sp_size, group)
@@ -123,6 +127,15 @@ def _warn_if_untested(model: nn.Module, found: AttentionModel) -> None:
             f"({', '.join(TESTED)}), but was not tested itself: compare one step with one process before you trust it.",
             stacklevel=3,
         )
+
+
+def _checksum_of_parameters(model: nn.Module) -> int:
+    """Of what has to be alike on all ranks, or their gradients could not be summed. Not of values: engines share those."""
+    of_parameters = [
+        (name, tuple(getattr(p, "ds_shape", p.shape)), str(p.dtype), p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
+    return zlib.crc32(repr(of_parameters).encode())
 
 
 def _init_distributed() -> None:

@@ -23,6 +23,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +35,13 @@ from ..layout.shard import LAYOUT
 from .arguments import NotCopied, by_name
 from .families import AttentionModel, is_mla
 from .inputs import (
-    NO_ATTENTIONS,
     PROBLEM,
+    find_problem,
     impossible_tokens,
     is_recomputation,
     problem_of_impossible_tokens,
-    problem_of_layout,
-    problem_of_tokens,
     refused_of_model,
-    refused_of_text_model,
+    tokens_of,
 )
 from .latent_forward import DOCUMENTS
 from .local_attention import LayerKernel, as_autocast
@@ -52,14 +51,29 @@ from .strategies import LayerStrategy, strategy_of
 #: Our entry in transformers' attention functions. It must not contain "flash", for which transformers looks.
 ATTENTION_NAME = "ds_mla_ulysses"
 
-#: The longest position of the sequence-parallel forward that runs in this thread, for its rotary embeddings.
-_LONGEST_POSITION: ContextVar[Tensor | None] = ContextVar("ulysses_longest_position", default=None)
+
+@dataclass(frozen=True)
+class _Forward:
+    """A sequence-parallel forward of a text model, while it runs.
+
+    Attributes:
+        patch: of the model.
+        longest_position: int64 scalar on the device, for rotary embeddings; None in a group of one.
+    """
+
+    patch: ModelPatch
+    longest_position: Tensor | None
+
+
+#: The sequence-parallel forward that runs in this thread. It ends with the text model's forward, before any backward.
+_RUNNING: ContextVar[_Forward | None] = ContextVar("ulysses_forward", default=None)
 
 
 @dataclass(frozen=True)
 class _Layer(NotCopied):
     """What the attention function needs to know of one patched module."""
 
+    patch: ModelPatch
     kernel: LayerKernel
     strategy: LayerStrategy
     expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # of MLA
@@ -72,12 +86,23 @@ def _attention(
     layer: _Layer = vars(module)["_ulysses"]
     documents: Documents | None = kwargs.pop(DOCUMENTS, None)
     if documents is None:  # a forward of the plain model, or a layer called by itself
+        if not torch.compiler.is_compiling():
+            _refuse_lost_documents(module, layer)
         if layer.expand_kv is not None:
             key, value = layer.expand_kv(key, value)
         return layer.kernel.plain(query, key, value, attention_mask, **kwargs)
     settings = layer.kernel.settings(documents, **kwargs)
     query, key, value = as_autocast(query, key, value)
     return layer.strategy.attend(query.transpose(1, 2), key, value, settings), None
+
+
+def _refuse_lost_documents(module: nn.Module, layer: _Layer) -> None:
+    running = _RUNNING.get()
+    if running is not None and running.patch is layer.patch:
+        raise RuntimeError(
+            f"{type(module).__name__} was called without the keyword arguments of the model's forward, so it would attend to "
+            "one rank's tokens only: train this model without sequence parallelism."
+        )
 
 
 def _keep_latents(kv_nope_B1TL: Tensor, k_rot_B1TR: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +129,7 @@ class ModelPatch(NotCopied):
         self.model, self.group, self.strategy, self.head_chunks = model, group, strategy, head_chunks
         self.plain_depth = 0
         self._text_model, self._layers, self._kernels = found.text_model, found.layers, kernels
-        self._implementation = found.text_model.config._attn_implementation
+        self._implementation = _config_of(found.text_model)._attn_implementation
         self._moba_kernels = [kernel for kernel in kernels if isinstance(kernel, MoBAKernel)]
         self._text_signature = inspect.signature(found.text_model.forward)
         self._model_signature = inspect.signature(model.forward)
@@ -148,11 +173,12 @@ class ModelPatch(NotCopied):
 
     def _apply_to_layer(self, layer: nn.Module, kernel: LayerKernel) -> None:
         # A shallow copy: whatever else is changed in the original's tables later is seen by both.
-        config = copy.copy(layer.config)
+        config = copy.copy(_config_of(layer))
         config._attn_implementation_internal = ATTENTION_NAME
         strategy = strategy_of(layer, kernel, self.group, self.strategy, self.head_chunks)
-        self._replace(layer, "_ulysses", _Layer(kernel, strategy, layer.expand_kv if is_mla(layer) else None))
-        if is_mla(layer):
+        expand_kv: Any = layer.expand_kv if is_mla(layer) else None
+        self._replace(layer, "_ulysses", _Layer(self, kernel, strategy, expand_kv))
+        if expand_kv is not None:
             self._replace(layer, "expand_kv", _keep_latents)
         for module, name, value in strategy.replaced:
             self._replace(module, name, value)
@@ -162,9 +188,9 @@ class ModelPatch(NotCopied):
         # Straight into the instance's dict: an assigned module would appear among the submodules.
         attributes = vars(module)
         if name in attributes:
-            self._undo.append(lambda old=attributes[name]: attributes.update({name: old}))
+            self._undo.append(partial(attributes.__setitem__, name, attributes[name]))
         else:
-            self._undo.append(lambda: attributes.pop(name))
+            self._undo.append(partial(attributes.__delitem__, name))
         attributes[name] = value
 
     def _before_model(
@@ -185,7 +211,7 @@ class ModelPatch(NotCopied):
         self, text_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gathers positions and padding once, and hands the documents down with this forward."""
-        if text_model.config._attn_implementation != self._implementation:
+        if _config_of(text_model)._attn_implementation != self._implementation:
             raise RuntimeError(
                 "the attention implementation of a parallelized model was changed: call handle.restore() first, then "
                 "set_attn_implementation, then parallelize."
@@ -195,37 +221,39 @@ class ModelPatch(NotCopied):
             self._refuse_training(args, kwargs)
             return args, kwargs
         given = by_name(self._text_signature, args, kwargs)
-        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-        problem = given.pop(PROBLEM, None) or refused_of_text_model(given)
-        if getattr(text_model.config, "output_attentions", False):
-            problem = problem or NO_ATTENTIONS
-        problem = problem or problem_of_tokens(ids, embeds)
-        inputs = ids if ids is not None else embeds
-        has_rows = isinstance(inputs, Tensor) and inputs.ndim >= 2
-        shape = tuple(inputs.shape[:2]) if has_rows else (0, 0)
-        problem = problem or problem_of_layout(layout, self.group, shape[1])
-        documents, positions = gather_documents(
+        documents, positions_BT = self._gather_documents(text_model, given, layout)
+        _RUNNING.set(_Forward(self, documents.longest_position if self.group.size > 1 else None))
+        # transformers hands a four-dimensional mask on as it is, so no mask of S x S or T x T is made.
+        no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=positions_BT.device)
+        given |= {"position_ids": positions_BT, "attention_mask": no_mask, "use_cache": False, DOCUMENTS: documents}
+        return (), given
+
+    def _gather_documents(self, text_model: nn.Module, given: dict[str, Any], layout: Any) -> tuple[Documents, Tensor]:
+        """The documents of the whole sequences and the local positions; raises on all ranks if one has a problem."""
+        problem = given.pop(PROBLEM, None) or find_problem(text_model, given, layout, self.group)
+        tokens = tokens_of(given)  # None only if there is a problem
+        ids = given.get("input_ids") if problem is None else None
+        trains = tokens is not None and torch.is_grad_enabled() and tokens.requires_grad
+        return gather_documents(
             given.get("position_ids"),
             given.get("attention_mask"),
-            shape,
-            inputs.device if has_rows else torch.device("cpu"),
+            (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1]),
+            torch.device("cpu") if tokens is None else tokens.device,
             self.group,
             problem,
             {
-                "inputs require gradients": has_rows and torch.is_grad_enabled() and inputs.requires_grad,
+                "inputs require gradients": trains,
+                "gradients were enabled": torch.is_grad_enabled(),
+                "activation checkpointing was enabled": _is_checkpointing(text_model),
+                "autocast was enabled": _autocast_dtype(tokens),
                 "set_moba was called": tuple(kernel.is_full for kernel in self._moba_kernels),
             },
-            None if problem or ids is None else impossible_tokens(text_model, ids),
+            None if ids is None else impossible_tokens(text_model, ids),
             lambda: None if ids is None else problem_of_impossible_tokens(text_model, ids),
         )
-        _LONGEST_POSITION.set(documents.longest_position if self.group.size > 1 else None)
-        # transformers hands a four-dimensional mask on as it is, so none of S x S or T x T is made.
-        no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.device)
-        given |= {"position_ids": positions, "attention_mask": no_mask, "use_cache": False, DOCUMENTS: documents}
-        return (), given
 
     def _after_text_model(self, text_model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        _LONGEST_POSITION.set(None)
+        _RUNNING.set(None)
 
     def _refuse_training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises RuntimeError if a forward without a layout would train on this rank's tokens alone.
@@ -245,13 +273,18 @@ class ModelPatch(NotCopied):
             )
 
 
+def _longest_position() -> Tensor | None:
+    running = _RUNNING.get()
+    return None if running is None else running.longest_position
+
+
 # Dynamic and long rope choose their frequencies by the longest position in the batch, which a rank may not have. It is
 # appended as one more token, whose embedding is cut off again.
 @torch.compiler.disable
 def _add_longest_position(
     rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    longest = _LONGEST_POSITION.get()
+    longest = _longest_position()
     if longest is None:
         return None
     arguments = by_name(inspect.signature(rotary.forward), args, kwargs)
@@ -262,9 +295,24 @@ def _add_longest_position(
 
 @torch.compiler.disable
 def _cut_longest_position(rotary: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-    if _LONGEST_POSITION.get() is None:
+    if _longest_position() is None:
         return None
     return tuple(x[:, :-1] for x in out) if isinstance(out, tuple) else out[:, :-1]
+
+
+def _is_checkpointing(text_model: nn.Module) -> bool:
+    # Before transformers 5.20 it had the second name, which later ones warn of.
+    name = "is_activation_checkpointing"
+    return bool(getattr(text_model, name if hasattr(text_model, name) else "is_gradient_checkpointing", False))
+
+
+def _autocast_dtype(tokens: Tensor | None) -> torch.dtype | None:
+    device = "cpu" if tokens is None else tokens.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _config_of(module: nn.Module) -> Any:
+    return module.config
 
 
 def _depends_on_longest(module: nn.Module) -> bool:

@@ -105,6 +105,11 @@ class Documents:
         return {}
 
 
+def to_host(x: Tensor) -> Any:
+    """The tensor as an array on the host: the only wait of a forward for the device."""
+    return x.cpu().numpy()
+
+
 def find_documents(
     positions_BS: Tensor, padding_BS: Tensor, flags: Tensor | None = None
 ) -> tuple[Documents, str | None, list[bool]]:
@@ -127,7 +132,7 @@ def find_documents(
     holes, before = _holes(positions_BS, padding_BS)
     about_padding = torch.stack([padding_BS.any(), holes.any()])
     to_read = [starts.flatten(), about_padding] if flags is None else [starts.flatten(), about_padding, flags]
-    on_host = torch.cat(to_read).cpu().numpy()  # the only wait for the device
+    on_host = to_host(torch.cat(to_read))
     begins = on_host[: B * S].nonzero()[0].tolist()
     has_padding, has_holes, *flags_on_host = on_host[B * S :].tolist()
     documents = Documents(starts, padding_BS if has_padding else None, positions_BS, begins)

@@ -72,7 +72,7 @@ def local_heads(
 ) -> list[Tensor]:
     """Returns the blocks x_SBMD in the result of `tokens_to_heads`, as views."""
     slots = wire_plan(heads, widths, query_heads, group.size).slots[group.rank]
-    return [x_SBW[..., slot.offset : slot.end].unflatten(-1, (slot.count, slot.width)) for slot in slots]
+    return [x_SBW[..., slot.offset : slot.end].unflatten(-1, (slot.heads, slot.width)) for slot in slots]
 
 
 def heads_to_tokens(
@@ -211,9 +211,10 @@ def _heads_to_tokens(
     batch_first: bool,
 ) -> list[Tensor]:
     S, B = pieces[0].shape[:2]
-    T, widths = S // size, _block_widths(pieces, pieces_per_block)
-    plan = wire_plan(heads, widths, query_heads, size)
+    T = S // size
     blocks_PTBMD = _grouped([x.unflatten(0, (size, T)) for x in pieces], pieces_per_block)
+    widths = _block_widths(blocks_PTBMD)
+    plan = wire_plan(heads, widths, query_heads, size)
     wire, local_travels = _pack_tokens(blocks_PTBMD, plan.widths[rank], rank)
 
     sent, received = [T * B * plan.widths[rank]] * size, [T * B * w for w in plan.widths]
@@ -243,7 +244,8 @@ def _fake_heads_to_tokens(
     batch_first: bool,
 ) -> list[Tensor]:
     S, B = pieces[0].shape[:2]
-    return empty_blocks(pieces[0], S // size, B, heads, _block_widths(pieces, pieces_per_block), batch_first)
+    widths = _block_widths(_grouped(pieces, pieces_per_block))
+    return empty_blocks(pieces[0], S // size, B, heads, widths, batch_first)
 
 
 def _pack_tokens(blocks_PTBMD: Sequence[Sequence[Tensor]], width: int, rank: int) -> tuple[Tensor, bool]:
@@ -282,5 +284,6 @@ def _grouped(pieces: Sequence[Tensor], pieces_per_block: Sequence[int]) -> list[
     return [[next(remaining) for _ in range(n)] for n in pieces_per_block]
 
 
-def _block_widths(pieces: Sequence[Tensor], pieces_per_block: Sequence[int]) -> list[int]:
-    return [sum([x.shape[-1] for x in block]) for block in _grouped(pieces, pieces_per_block)]
+def _block_widths(blocks: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Returns D of each block, the sum over its pieces."""
+    return [sum([x.shape[-1] for x in block]) for block in blocks]

@@ -55,6 +55,8 @@ def sequence_loss(
     labels, vocabulary = shift_labels_BT.flatten().to(logits_BTV.device), logits_BTV.shape[-1]
     counts = [(labels != IGNORED_LABEL).sum().double()]
     if check:
+        given = torch.as_tensor(-1 if num_items is None else num_items, dtype=torch.double, device=labels.device)
+        counts += [given, given.square()]
         impossible = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocabulary))
         counts.append(impossible.sum().double())
         labels = labels.masked_fill(impossible, IGNORED_LABEL)  # cross_entropy would raise on this rank alone
@@ -62,15 +64,25 @@ def sequence_loss(
     local = torch.nn.functional.cross_entropy(
         logits, labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing
     )
-    total, items, *impossible_items = all_reduce(
-        torch.stack([local.detach().double(), *counts]), group, "loss"
-    ).unbind()
-    if check and impossible_items[0] > 0:
-        raise ValueError(
-            f"{int(impossible_items[0])} shift_labels of the batch are neither {IGNORED_LABEL} nor one of the {vocabulary} "
-            "tokens of the vocabulary."
-        )
+    total, items, *checked = all_reduce(torch.stack([local.detach().double(), *counts]), group, "loss").unbind()
+    if check:
+        _raise_if_wrong(torch.stack(checked).tolist(), group, vocabulary)
     return _of_group(local, total, items if num_items is None else num_items, gradient_scale)
+
+
+def _raise_if_wrong(checked: list[float], group: SequenceGroup, vocabulary: int) -> None:
+    """Raises ValueError on all ranks. `checked` are sums over them: num_items, its square, and impossible labels."""
+    given, squares, impossible = checked
+    if impossible > 0:
+        raise ValueError(
+            f"{int(impossible)} shift_labels of the batch are neither {IGNORED_LABEL} nor one of the {vocabulary} tokens of "
+            "the vocabulary."
+        )
+    if group.size * squares != given * given:  # integers, so this is exact; equal only if all ranks gave the same
+        raise ValueError(
+            f"num_items differs between the ranks of the sequence-parallel group (their mean is {given / group.size:g}, and "
+            "-1 stands for none): pass what handle.num_items(shards) returns, on every rank."
+        )
 
 
 def sum_of_losses(

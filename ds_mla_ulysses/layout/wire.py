@@ -28,14 +28,14 @@ class HeadSlot(NamedTuple):
     Attributes:
         start, stop: the heads, out of all heads of the block.
         shared: the number of these heads, the first ones, that a rank before has too.
-        count, width: M and D.
+        heads, width: M and D.
         offset, end: the elements of a token on the wire.
     """
 
     start: int
     stop: int
     shared: int
-    count: int
+    heads: int
     width: int
     offset: int
     end: int
@@ -95,7 +95,7 @@ def write_heads(blocks_TBHD: Sequence[Tensor], plan: WirePlan, shards: Sequence[
     for shard, slots in zip(shards, plan.slots, strict=True):
         to_TBW = shard.view(T, B, -1)
         for x, slot in zip(blocks_TBHD, slots, strict=True):
-            to = to_TBW[..., slot.offset : slot.end].unflatten(-1, (slot.count, slot.width))
+            to = to_TBW[..., slot.offset : slot.end].unflatten(-1, (slot.heads, slot.width))
             to.copy_(x[:, :, slot.start : slot.stop])
 
 
@@ -125,10 +125,14 @@ def read_heads(
         for i, slot in enumerate(slots):
             to = totals[i][:, :, slot.start : slot.stop]
             if p == rank and local is not None:
-                write_pieces(local[i], to, slot.shared)
+                pieces = local[i]
             else:
                 arrived_TBW = shard.view(T, B, plan.widths[p])[..., slot.offset : slot.end]
-                write_pieces([arrived_TBW.unflatten(-1, (slot.count, slot.width))], to, slot.shared)
+                pieces = [arrived_TBW.unflatten(-1, (slot.heads, slot.width))]
+            if len(pieces) == 1 and not slot.shared:
+                to.copy_(pieces[0])
+            else:
+                write_pieces(pieces, to, slot.shared)
     for x, total in zip(blocks_TBHD, totals, strict=True):
         if total is not x:
             x.copy_(total)
@@ -136,9 +140,6 @@ def read_heads(
 
 def write_pieces(pieces: Sequence[Tensor], to: Tensor, shared: int = 0) -> None:
     """Writes pieces [..., M, D] side by side along D; adds to the first `shared` heads, which are written already."""
-    if len(pieces) == 1 and not shared:
-        to.copy_(pieces[0])
-        return
     start = 0
     for piece in pieces:
         stop = start + piece.shape[-1]

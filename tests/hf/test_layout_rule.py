@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import assert_gradients, gradients, random_batch, reference_step, tiny_model
+from models import assert_gradients, gradients, packed_batch, padded_batch, random_batch, reference_step, tiny_model
 from rank_pool import raises_on_ranks, run_ranks
 from test_parity import sharded_step
 
@@ -166,7 +166,7 @@ def test_layouts_survive(how):
 
 
 def misused(what):
-    _model, handle = parallel()
+    model, handle = parallel()
     shard = handle.shard(random_batch(1, 8))
     logits = torch.zeros(1, 4, 128)
     if what == "labels in place of the shard":
@@ -177,6 +177,24 @@ def misused(what):
         handle.loss(logits, handle.shard(batch))
     if what == "sharded twice":
         handle.shard(shard.as_batch())
+    if what == "another num_items":
+        handle.loss(logits, shard, num_items=3 + handle.group.rank)
+    if what == "num_items on one rank":
+        handle.loss(logits, shard, num_items=3 if handle.group.rank else None)
+    if what == "other weights":
+        with torch.no_grad():
+            list(model.parameters())[-1][0].add_(1e-3 * handle.group.rank)
+        handle.loss(logits, shard)
+    if what == "gradients on one rank":
+        with torch.set_grad_enabled(handle.group.rank == 0):
+            model(**shard.inputs)
+    if what == "checkpointing on one rank" and handle.group.rank:
+        model.gradient_checkpointing_enable()
+    if what == "checkpointing on one rank":
+        model(**shard.inputs)
+    if what == "autocast on one rank":
+        with torch.autocast("cpu", enabled=handle.group.rank == 0):
+            model(**shard.inputs)
     if what == "restored":
         handle.restore()
         handle.loss(logits, shard)
@@ -188,6 +206,12 @@ def misused(what):
         ("labels in place of the shard", TypeError, "give the shard, .* not a Tensor"),
         ("no labels", ValueError, "the shard has no labels"),
         ("sharded twice", ValueError, "is a shard already"),
+        ("another num_items", ValueError, "num_items differs between the ranks .* mean is 3.5"),
+        ("num_items on one rank", ValueError, "num_items differs between the ranks"),
+        ("other weights", ValueError, "the weights of ranks 0 and 1 .* differ: load or seed the model alike"),
+        ("gradients on one rank", ValueError, "gradients were enabled on some ranks"),
+        ("checkpointing on one rank", ValueError, "activation checkpointing was enabled on some ranks"),
+        ("autocast on one rank", ValueError, "autocast was enabled on some ranks"),
         ("restored", RuntimeError, r"handle.restore\(\) was called"),
     ],
 )
@@ -195,38 +219,68 @@ def test_misuse(what, error, message):
     raises_on_ranks(2, error, message, misused, what)
 
 
-def waits_of_a_forward():
-    """How often the host reads a tensor in a forward: nonzero, item, or a copy to the host."""
+def waits_of_a_forward(strategy, kind):
+    """How often the host reads a tensor in a whole forward: item, nonzero, or a copy of it."""
+    from unittest import mock
+
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Count(TorchDispatchMode):
-        found = 0
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.layout import documents
 
+    found = []
+
+    class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             name = func.overloadpacket.__name__
-            self.found += name in ("_local_scalar_dense", "nonzero", "item")
+            if name in ("_local_scalar_dense", "nonzero", "equal"):
+                found.append(name)
             return func(*args, **(kwargs or {}))
 
-    import ds_mla_ulysses as dmu
+    def read(x):  # a copy to the host, which on a CPU no operator shows
+        found.append("to_host")
+        return x.numpy()
 
-    model, handle = parallel("deepseek_v3")
-    hooks = []
-    for layer in model.model.layers:  # what the layers do themselves (routing) is theirs
-        hooks.append(layer.register_forward_pre_hook(lambda *_: counter.__exit__(None, None, None)))
-        break
-    shard = handle.shard(random_batch(2, 16))
-    counter = Count()
-    with dmu.TrafficMeter() as meter:
-        counter.__enter__()
+    # Experts, which wait themselves, are left out.
+    model = tiny_model("deepseek_v3", first_k_dense_replace=2) if strategy == "latent_qkv" else tiny_model("llama")
+    handle = dmu.parallelize(model, strategy=strategy)
+    batches = {"packed": packed_batch([[9, 5, 2], [1, 15]]), "left": padded_batch([16, 9], 16)}
+    shard = handle.shard(batches[kind])
+    with dmu.TrafficMeter() as meter, mock.patch.object(documents, "to_host", read), Count():
         model(**shard.inputs)
-    return counter.found, dict(meter.calls)
+    return found, dict(meter.calls)
 
 
-def test_one_exchange_and_one_wait_for_each_forward():
-    for waits, calls in run_ranks(2, waits_of_a_forward):
-        assert waits <= 1
-        assert calls["all_gather", "setup"] == 2  # integers; positions with padding
-        assert not any(collective == "all_gather_object" for collective, _ in calls)
+@pytest.mark.parametrize("kind", ["packed", "left"])
+@pytest.mark.parametrize("strategy", ["packed", "latent_qkv"])
+def test_one_exchange_and_one_wait_for_each_forward(strategy, kind):
+    for waits, calls in run_ranks(2, waits_of_a_forward, strategy, kind):
+        assert waits == ["to_host"]
+        of_setup = {key: n for key, n in calls.items() if key[1] == "setup"}
+        # Integers; positions with padding. latent_qkv gathers RoPE's two tables and the positions as well.
+        assert of_setup == {("all_gather", "setup"): 2 + 3 * (strategy == "latent_qkv")}
+
+
+def loses_documents():
+    """A decoder layer that does not hand its keyword arguments on."""
+    from types import MethodType
+
+    model, handle = parallel()
+    attention = model.model.layers[1].self_attn
+    forward = type(attention).forward
+
+    def without_documents(self, *args, ulysses_documents=None, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    attention.forward = MethodType(without_documents, attention)
+    with torch.no_grad():
+        model(input_ids=random_batch(1, 8)["input_ids"])  # plain, it is right
+    model(**handle.shard(random_batch(1, 8)).inputs)
+
+
+def test_a_layer_without_its_documents():
+    message = "LlamaAttention was called without the keyword arguments of the model's forward"
+    raises_on_ranks(2, RuntimeError, message, loses_documents)
 
 
 def fails_at(step):

@@ -355,7 +355,7 @@ def test_forwards_that_were_replaced_by_functions():
         ),
         ("kv_b_proj", "latent_qkv", r"kv_b_proj is a Linear .* choose 'packed' or 'gather_kv', which call it whole"),
         ("q_b_proj", "latent_qkv", "takes rows of q_b_proj's weight, but .*q_b_proj is a Linear"),
-        ("gate", "latent_qkv", "would run Gated on all tokens, whose gate it does not know: choose 'latent_kv'"),
+        ("gate", "latent_qkv", "would run Gated on all tokens, but does not know its gate: choose 'latent_kv'"),
     ],
 )
 def test_refused(what, strategy, message):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from moba_cases import inputs, product
+from moba_cases import inputs, matrix, product
 
 from ds_mla_ulysses.moba import moba_select, show
 from ds_mla_ulysses.moba.boundaries import read_documents
@@ -50,7 +50,9 @@ def test_selections_of_others():
         assert int((cells[head] == show.CHOSEN).sum()) == 100 * len(picked)
 
 
-@pytest.mark.parametrize("heads,panels", [(1, (1, 1)), (3, (1, 3)), (6, (2, 4))])
+@pytest.mark.parametrize(
+    "heads,panels", [pytest.param(1, (1, 1), marks=matrix), pytest.param(3, (1, 3), marks=matrix), (6, (2, 4))]
+)
 def test_panels_are_the_cells(heads, panels):
     pytest.importorskip("matplotlib")
     q, k, cu = show.example(90, heads, 1)

@@ -1,4 +1,4 @@
-"""The exchange moves data exactly, for several blocks and from any strides, and each way is the other's adjoint."""
+"""The exchange moves data exactly, for several blocks and any strides, and the two directions are each other's adjoint."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def blocks_of_the_world(size, T, B, heads, widths):
 
 
 def owned(heads, query_heads):
-    """The heads of every rank, spelled out: whatever its query heads read."""
+    """Returns the heads of every rank by the definition: all heads that its query heads read."""
     import torch.distributed as dist
 
     size = dist.get_world_size()
@@ -31,24 +31,26 @@ def moves_exactly(heads, widths, B, batch_first):
     group, T = SequenceGroup.of(dist.group.WORLD), 3
     whole = blocks_of_the_world(group.size, T, B, heads, widths)
     tokens = [x[group.rank * T : (group.rank + 1) * T] for x in whole]
-    strided = [x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) for x in tokens]  # as Hugging Face has q
+    strided = [
+        x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) for x in tokens
+    ]  # the strides of q in Hugging Face
     H = heads[0]
-    owners = [owned(h, H) for h in heads]
+    ranks_of_heads = [owned(h, H) for h in heads]
     buffer = tokens_to_heads(strided, H, group, "forward")
     mine = local_heads(buffer, heads, widths, H, group)
-    for got, x, of_ranks in zip(mine, whole, owners, strict=True):
+    for got, x, of_ranks in zip(mine, whole, ranks_of_heads, strict=True):
         assert torch.equal(got, x[:, :, of_ranks[group.rank]])
         assert got.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     back = heads_to_tokens(mine, heads, H, group, "forward", batch_first)
     times = [
         torch.tensor([sum(head in part for part in of_ranks) for head in range(h)])
-        for h, of_ranks in zip(heads, owners, strict=True)
+        for h, of_ranks in zip(heads, ranks_of_heads, strict=True)
     ]
     tokens = [x * n.unsqueeze(-1) for x, n in zip(tokens, times, strict=True)]
     for got, x in zip(back, tokens, strict=True):
         assert torch.equal(got, x)
         assert (got.transpose(0, 1) if batch_first else got).is_contiguous()
-    # A block in two pieces arrives as one.
+    # A block that is sent in two pieces arrives as one.
     pieces = [part for x in mine for part in x.split([1, x.shape[3] - 1], dim=-1)]
     joined = heads_to_tokens(pieces, heads, H, group, "forward", batch_first, [2] * len(mine))
     assert all(torch.equal(a, b) for a, b in zip(joined, tokens, strict=True))
@@ -63,8 +65,8 @@ def moves_exactly(heads, widths, B, batch_first):
         ([8, 8], [6, 3], 2),
         ([8, 4, 4], [6, 6, 2], 3),
         ([5, 5], [6, 3], 2),  # uneven
-        ([4, 1, 1], [6, 6, 2], 2),  # one head for all
-        ([6, 3, 3], [6, 6, 2], 2),  # neighbours share a head
+        ([4, 1, 1], [6, 6, 2], 2),  # one KV head for all ranks
+        ([6, 3, 3], [6, 6, 2], 2),  # neighbouring ranks share a KV head
         ([20, 4, 20], [3, 5, 2], 1),
     ],
 )
@@ -74,7 +76,7 @@ def test_moves_exactly(size, heads, widths, B, batch_first):
 
 
 def sums_round_once(heads, query_heads, batch_first):
-    """bf16: what the owners say of a head arrives as their fp32 sum, in rank order, rounded once."""
+    """In bf16, the tensors of the ranks that have a head arrive as their fp32 sum, in rank order, rounded once."""
     import torch.distributed as dist
 
     from ds_mla_ulysses.comm.group import SequenceGroup
@@ -83,12 +85,12 @@ def sums_round_once(heads, query_heads, batch_first):
     group, T, B, D = SequenceGroup.of(dist.group.WORLD), 3, 2, 5
     of_ranks = owned(heads, query_heads)
     generator = torch.Generator().manual_seed(2)
-    said = [torch.randn(group.size * T, B, len(own), D, generator=generator).bfloat16() for own in of_ranks]
-    (got,) = heads_to_tokens([said[group.rank]], [heads], query_heads, group, "backward", batch_first)
+    sent = [torch.randn(group.size * T, B, len(local), D, generator=generator).bfloat16() for local in of_ranks]
+    (got,) = heads_to_tokens([sent[group.rank]], [heads], query_heads, group, "backward", batch_first)
     want, rounded_often = torch.zeros(T, B, heads, D), torch.zeros(T, B, heads, D, dtype=torch.bfloat16)
-    for own, x in zip(of_ranks, said, strict=True):
-        want[:, :, own] += x[group.rank * T : (group.rank + 1) * T].float()
-        rounded_often[:, :, own] += x[group.rank * T : (group.rank + 1) * T]
+    for local, x in zip(of_ranks, sent, strict=True):
+        want[:, :, local] += x[group.rank * T : (group.rank + 1) * T].float()
+        rounded_often[:, :, local] += x[group.rank * T : (group.rank + 1) * T]
     assert torch.equal(got, want.bfloat16())
     return torch.equal(rounded_often, want.bfloat16())
 
@@ -97,7 +99,7 @@ def sums_round_once(heads, query_heads, batch_first):
 @pytest.mark.parametrize("size,heads,query_heads", [(2, 3, 6), (2, 1, 4), (4, 1, 4), (4, 3, 9), (4, 2, 4)])
 def test_shared_heads_are_summed_in_fp32(size, heads, query_heads, batch_first):
     naive = run_ranks(size, sums_round_once, heads, query_heads, batch_first)
-    assert (heads, size) != (1, 4) or not any(naive), "the data has to tell one rounding from several"
+    assert (heads, size) != (1, 4) or not any(naive), "the data must distinguish one rounding from several"
 
 
 def heads_to_tokens_gradient():
@@ -109,11 +111,11 @@ def heads_to_tokens_gradient():
     group, T, B, H, D = SequenceGroup.of(dist.group.WORLD), 3, 2, 4, 5
     (whole,) = blocks_of_the_world(group.size, T, B, [H], [D])
     m = H // group.size
-    own = slice(group.rank * m, (group.rank + 1) * m)
-    x = whole[:, :, own].clone().requires_grad_()
+    local = slice(group.rank * m, (group.rank + 1) * m)
+    x = whole[:, :, local].clone().requires_grad_()
     out = HeadsToTokens.apply(x, H, group, True)
     out.backward(2 * whole[group.rank * T : (group.rank + 1) * T])
-    assert torch.equal(x.grad, 2 * whole[:, :, own])
+    assert torch.equal(x.grad, 2 * whole[:, :, local])
 
 
 def test_gradient_returns_exactly():

@@ -8,7 +8,7 @@ N, R, V = 16, 8, 12
 
 
 def causal_attention(q_BSMK, k_BSMK, v_BSMV, scale=0.3):
-    """The local attention of these tests, written out."""
+    """The local attention of these tests, without a kernel."""
     scores = torch.einsum("bqmk,bsmk->bmqs", q_BSMK, k_BSMK) * scale
     allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     return torch.einsum("bmqs,bsmv->bqmv", scores.masked_fill(~allowed, float("-inf")).softmax(-1), v_BSMV)
@@ -66,7 +66,7 @@ def test_groups_smaller_than_the_world():
 
 
 def key_gradient_rounds_once():
-    """bf16: what arrives is the fp32 sum of what ranks send, each of which is the rounded fp32 sum of its heads."""
+    """In bf16, the gradient is the fp32 sum over the ranks, each of which sends the rounded fp32 sum over its heads."""
     import torch.distributed as dist
 
     import ds_mla_ulysses as dmu
@@ -75,10 +75,10 @@ def key_gradient_rounds_once():
     q, kv, k_shared, _ = (x.bfloat16() for x in whole_tensors(1, T, H, torch.float64))
     k_shared.requires_grad_()
     weights = torch.randn(1, T * size, H, N + R, generator=torch.Generator().manual_seed(7)).bfloat16()
-    own = weights[:, :, rank * H // size : (rank + 1) * H // size]
+    local_weights = weights[:, :, rank * H // size : (rank + 1) * H // size]
 
     attention = dmu.UlyssesMLAAttention(
-        lambda q, k, v: (k * own).sum(-1, keepdim=True).expand(-1, -1, -1, V),
+        lambda q, k, v: (k * local_weights).sum(-1, keepdim=True).expand(-1, -1, -1, V),
         dist.group.WORLD,
         nope_dim=N,
         rope_dim=R,
@@ -86,9 +86,9 @@ def key_gradient_rounds_once():
     )
     out = attention(q, kv, k_shared)
     out.backward(torch.full_like(out, 1 / V).bfloat16())
-    # The gradient of k that reaches the exchange, reproduced: the same products in bf16.
-    k = torch.zeros_like(own, requires_grad=True)
-    local = (k * own).sum(-1, keepdim=True).expand(-1, -1, -1, V)
+    # Reproduce the gradient of k that reaches the exchange, with the same products in bf16.
+    k = torch.zeros_like(local_weights, requires_grad=True)
+    local = (k * local_weights).sum(-1, keepdim=True).expand(-1, -1, -1, V)
     local.backward(torch.full_like(local, 1 / V))
     sent = k.grad[..., N:].float().sum(2).bfloat16()
     parts = [torch.empty_like(sent) for _ in range(size)]
@@ -103,7 +103,7 @@ def test_key_gradient_is_summed_in_fp32(size):
 
 
 def start_returns_at_once():
-    """The gather is asynchronous: with a peer one second late its start returns, and only its use waits."""
+    """The gather is asynchronous: if a peer is one second late, starting it returns at once and only its use waits."""
     import time
 
     import torch.distributed as dist
@@ -112,7 +112,7 @@ def start_returns_at_once():
 
     attention = dmu.UlyssesMLAAttention(lambda q, k, v: v, dist.group.WORLD, nope_dim=N, rope_dim=R, value_dim=V)
     q, kv, k_shared, _ = whole_tensors(1, 4, 4, torch.float32)
-    attention(q, kv, k_shared)  # connections are made on first use
+    attention(q, kv, k_shared)  # the first use creates the connections
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(1)

@@ -9,7 +9,7 @@ L = 10
 
 
 def whole_tensors(B, S, H):
-    """q, latent, shared key, the weight that expands, and the output's gradient."""
+    """Returns q, latent, shared key, the weight of the expansion, and the gradient of the output."""
     generator = torch.Generator().manual_seed(S)
     shapes = [(B, S, H, N + R), (B, S, L), (B, S, R), (H, N + V, L), (B, S, H, V)]
     return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
@@ -79,15 +79,15 @@ def test_compiled(size):
 
 
 def run_of(x, group):
-    """This rank's tokens of [B, S, ...]."""
-    chunks = x.chunk(group.size if group.split == "contiguous" else 2 * group.size, dim=1)
+    """Returns this rank's tokens of [B, S, ...]."""
+    pieces = x.chunk(group.size if group.split == "contiguous" else 2 * group.size, dim=1)
     if group.split == "contiguous":
-        return chunks[group.rank]
-    return torch.cat([chunks[group.rank], chunks[2 * group.size - 1 - group.rank]], dim=1)
+        return pieces[group.rank]
+    return torch.cat([pieces[group.rank], pieces[2 * group.size - 1 - group.rank]], dim=1)
 
 
 def check_gathering(B, T, H, batch_dim_idx, split, compiled=False):
-    """Queries stay: every rank expands all heads of all tokens."""
+    """Checks the class whose queries stay and whose ranks expand all heads of all tokens."""
     import torch.distributed as dist
 
     import ds_mla_ulysses as dmu
@@ -135,9 +135,9 @@ def check_gathering(B, T, H, batch_dim_idx, split, compiled=False):
 def test_queries_that_stay(size, split, T, H, batch_dim_idx):
     places = run_ranks(size, check_gathering, 2, T, H, batch_dim_idx, split)
     S = T * size
-    # every query once; the two runs in the middle are one
-    assert sorted(i for own in places for run in own for i in range(*run)) == list(range(S))
-    assert [len(own) for own in places] == ([2] * (size - 1) + [1] if split == "head_tail" else [1] * size)
+    # Every query attends once. The two runs in the middle of the sequence are joined into one.
+    assert sorted(i for of_rank in places for run in of_rank for i in range(*run)) == list(range(S))
+    assert [len(of_rank) for of_rank in places] == ([2] * (size - 1) + [1] if split == "head_tail" else [1] * size)
 
 
 @pytest.mark.parametrize("split", ["contiguous", "head_tail"])

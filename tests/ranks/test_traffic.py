@@ -1,4 +1,4 @@
-"""What is sent: DeepSeek-V3 on 8 ranks by the formula; other attention no more than stock DeepSpeed sends."""
+"""The bytes sent: for DeepSeek-V3 on 8 ranks they follow the formula, for other attention stock DeepSpeed sends no less."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ K, P = N + R, N + V
 
 
 def fake_group():
-    """One rank of a group of 8 whose collectives are counted and move nothing."""
+    """Returns one rank's group of 8 ranks, whose collectives are counted and move nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -42,7 +42,7 @@ def on_eight_ranks(strategy, compiled):
 
 
 def layer_on_eight_ranks(strategy):
-    """One layer with the real widths of DeepSeek-V3's attention, as parallelize patches it."""
+    """Counts the traffic of one layer with the real widths of DeepSeek-V3's attention, as parallelize patches it."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     import ds_mla_ulysses as dmu
@@ -61,7 +61,7 @@ def layer_on_eight_ranks(strategy):
     starts = torch.zeros(1, T * RANKS, dtype=torch.bool)
     starts[:, 0] = True
     positions = torch.arange(3 * T, 4 * T)[None]
-    # The layer alone: a fake group cannot tell what others say before the first layer.
+    # Only the layer runs, because a fake group cannot answer the exchange before the first layer.
     with dmu.TrafficMeter() as meter:
         layer = model.model.layers[0].self_attn
         embeddings = model.model.rotary_emb(inputs, positions)
@@ -73,7 +73,7 @@ def layer_on_eight_ranks(strategy):
 
 
 def alone(fn, *args):
-    # A pool of its own, since the worker's process group is replaced.
+    # The function replaces the worker's process group, so it needs a separate pool.
     import rank_pool
 
     pool = rank_pool._Pool(1)
@@ -85,7 +85,7 @@ def alone(fn, *args):
     return answer[0]
 
 
-#: By heads and gathered, of DeepSeek-V3; and what of stock's elements that may be.
+#: For DeepSeek-V3: widths sent by heads and gathered, elements per token, and their highest share of stock DeepSpeed's.
 FORMULAS = {
     "packed": (K + P + V, R, 64_960, 0.907),
     "latent_kv": (K + V, L + R, 39_872, 0.557),
@@ -117,7 +117,7 @@ def test_deepseek_v3_on_eight_ranks(strategy, compiled):
 def test_layer_of_deepseek_v3_on_eight_ranks(strategy):
     *counted, setup = alone(layer_on_eight_ranks, strategy)
     assert_formula(strategy, *counted)
-    # Rope's tables are gathered once per forward where a layer runs on all tokens, and never elsewhere.
+    # RoPE's tables are gathered once per forward if a layer runs on all tokens, and never otherwise.
     assert (setup > 0) == (strategy == "latent_qkv")
 
 
@@ -175,7 +175,7 @@ def test_collectives_outside_of_attention_are_counted():
 
 
 def beside_stock(H, G):
-    """One step of stock DeepSpeed and of UlyssesAttention, with the same result: what each all-to-all of them sends."""
+    """Compares one step of stock DeepSpeed and of UlyssesAttention and returns what each of their all-to-alls sends."""
     import deepspeed
     import torch.distributed as dist
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -232,5 +232,5 @@ def test_no_more_than_stock_in_half_the_collectives(size, H, G):
         assert calls == {("all_to_all", "forward"): 2, ("all_to_all", "backward"): 2}
         assert sent["all_to_all", "forward"] == sent["all_to_all", "backward"]
         assert sum(sent.values()) <= sum(stock)
-        # and stock's is the formula: q and output, and each key/value head for every rank that needs it
+        # Stock's bytes follow the formula: q and output, and each KV head once for every rank that needs it.
         assert sum(stock) == 2 * 4 * 2 * T * 6 * (2 * H + 2 * max(G, size)) * (size - 1) // size

@@ -100,7 +100,7 @@ def test_groups_smaller_than_the_world():
         (4, 4, 2, [(1, 1, 1)] * 4),
         (2, 4, 1, [(2, 1, 1)] * 2),
         (2, 6, 3, [(3, 3, 3)] * 2),  # 2 + 1 and 1 + 2: repeated
-        (4, 10, 2, [(3, 1, 1), (3, 3, 3), (2, 1, 1), (2, 1, 1)]),  # only where the own heads are not alike
+        (4, 10, 2, [(3, 1, 1), (3, 3, 3), (2, 1, 1), (2, 1, 1)]),  # only if the local heads are not evenly grouped
         (4, 5, 5, [(2, 2, 2), *[(1, 1, 1)] * 3]),
     ],
 )
@@ -114,7 +114,7 @@ def test_compiled_gradients(size, H, G):
 
 
 def kv_gradients_round_once(H, G):
-    """bf16: what arrives is the fp32 sum of what ranks send, each of which is the rounded fp32 sum of its heads."""
+    """In bf16, the gradient is the fp32 sum over the ranks, each of which sends the rounded fp32 sum over its heads."""
     import torch.distributed as dist
 
     from ds_mla_ulysses.attention.ulysses import UlyssesAttention

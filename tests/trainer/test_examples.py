@@ -1,16 +1,18 @@
 """The examples of Trainer and TRL as a user starts them: through each launcher, over processes on the CPU.
 
-A launch costs as much as ten runs on a pool's ranks, so only what launchers have a part in is launched.
+A launch costs as much as ten runs on the ranks of a pool, so a script is launched only if the launcher matters.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 from launching import ROOT, launch, run_script
 
-HF_TRAINER = ROOT / "examples" / "train_hf_trainer.py"
-# The lengths are odd, and steps end within a round of the loader.
-SMALL = ("--verify", "--steps", "2", "--seq-len", "63", "--accumulation", "3", "--batch-size", "2")
+HF_TRAINER = ROOT / "examples" / "train_trainer.py"
+MOBA_TRAINER = Path(__file__).parent / "moba_trainer.py"
+# Odd lengths, two samples in a micro-batch, and steps that end within a round of the loader.
+SMALL = ("--verify", "--steps", "2", "--seq-len", "63", "--accumulation", "3")
 
 
 def equals_one_process(result, file):
@@ -31,15 +33,14 @@ def test_trainer_equals_a_plain_one(tmp_path):
 
 
 def test_accelerate_launch_with_our_config(tmp_path):
-    """ZeRO-3 and the size of the groups come from the config file. Half of the steps run MoBA."""
-    options = ("--sp-in-eval", "--output", tmp_path, "--json", tmp_path / "result.json")
-    options += ("--attn", "moba", "--block", 8, "--full-after", 0.5)
-    result = launch("accelerate", HF_TRAINER, *SMALL, *options)
+    """The config file sets ZeRO-3 and two processes for each sequence. MoBA runs in the first half of the steps."""
+    options = ("--sp-in-eval", "--attn", "moba", "--output", tmp_path, "--json", tmp_path / "result.json")
+    result = launch("accelerate", MOBA_TRAINER, *SMALL, *options)
     equals_one_process(result, tmp_path / "result.json")
 
 
 def test_verify_fails_if_the_gradient_is_wrong(tmp_path):
-    """The numbers are wrong by 1% in the processes only, because the single process starts the example itself."""
+    """By 1%, and in the launched processes only: the process to compare with starts the example itself."""
     wrong = tmp_path / "wrong.py"
     wrong.write_text(f"""
 import runpy
@@ -49,23 +50,30 @@ backward = Accelerator.backward
 Accelerator.backward = lambda self, loss, **others: backward(self, 1.01 * loss, **others)
 runpy.run_path({str(HF_TRAINER)!r}, run_name="__main__")
 """)
-    result = launch("deepspeed", wrong, *SMALL, "--output", tmp_path, "--json", tmp_path / "result.json")
+    # One step: in the next one, routers may send tokens to other experts, which is a larger difference.
+    options = ("--steps", 1, "--output", tmp_path, "--json", tmp_path / "result.json")
+    result = launch("deepspeed", wrong, *SMALL, *options)
     assert result.returncode == 1 and "DIFFERENT" in result.stdout, result.stdout + result.stderr
     said = json.loads((tmp_path / "result.json").read_text())
     assert said["loss"][0] == pytest.approx(said["of_one"]["loss"][0], rel=1e-6)
+    assert said["grad_norm"] == pytest.approx([1.01 * said["of_one"]["grad_norm"][0]], rel=1e-5)
     assert said["largest_difference"]["grad norm"] == pytest.approx(0.01, rel=0.1)
     assert said["largest_difference"]["parameter to change"] == pytest.approx(0.01, rel=0.3)
 
 
 def test_sft_of_packed_documents(tmp_path):
-    options = ("--sp-size", 2, "--zero-stage", 3, "--lora", "--steps", 3, "--max-length", 255, "--output", tmp_path)
-    result = launch("deepspeed", ROOT / "examples" / "train_sft_trl.py", *options)
+    options = ("--sp-size", 2, "--zero-stage", 3, "--lora", "--verify", "--steps", 3, "--seq-len", 255)
+    options += ("--output", tmp_path, "--json", tmp_path / "result.json")
+    result = launch("deepspeed", ROOT / "examples" / "train_sft.py", *options)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "'train_loss'" in result.stdout
     assert (tmp_path / "adapter_model.safetensors").exists()
+    said = json.loads((tmp_path / "result.json").read_text())
+    assert said["equal"] and len(said["loss"]) == len(said["of_one"]["loss"]) == 3
+    assert said["loss"] == pytest.approx(said["of_one"]["loss"], rel=1e-5)
 
 
-# The script does not use this package.
+# This script does not import this package.
 SCRIPT = """
 import argparse, json, os, sys
 
@@ -110,7 +118,7 @@ if torch.distributed.is_initialized():
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """Returns a script, and its output in one process."""
+    """The script, and its numbers in one process."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "train.py").write_text(SCRIPT)
     result = launch("python", folder / "train.py", folder / "plain.json")

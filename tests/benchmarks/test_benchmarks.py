@@ -1,4 +1,4 @@
-"""The benchmarks of whole trainings run, say what they promise, and parity's bars are held and can be missed."""
+"""The benchmarks run and print what they promise; the bars of parity are met, and can be missed."""
 
 import copy
 import json
@@ -11,13 +11,13 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-#: Of a launcher, or what a benchmark has to set by itself.
+#: Variables of a launcher, and those that a benchmark has to set by itself.
 LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR")
 STRATEGIES = ["packed", "latent_kv", "latent_qkv", "gather_kv", "head_tail"]
 
 
 def run(script, *words, json_option=True):
-    """Status and what --json prints, which is one object."""
+    """The exit status, and the one object that --json prints."""
     kept = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
     words = [sys.executable, str(BENCHMARKS / script), *words, *(["--json"] if json_option else [])]
     done = subprocess.run(words, capture_output=True, text=True, env=kept, timeout=200)
@@ -31,7 +31,7 @@ def test_parity():
     rows = {row.pop("side"): row for row in found["rows"]}
     assert list(rows) == ["one process", "materialised", *STRATEGIES]
     assert all(list(row) == ["loss 1", "grad_norm 1", "gradients 1"] for row in rows.values())
-    # The distances are rounding's: neither nothing nor another model's.
+    # The distances are those of rounding: neither zero, nor as large as those of another model.
     assert all(1e-3 < row["gradients 1"] < 0.1 for row in rows.values())
     assert rows["packed"]["loss 1"] == 0 < rows["gather_kv"]["loss 1"] < 1e-3
     assert {"ranks", "tokens", "dtype", "steps", "versions", "floor", "published_percent"} <= set(found)
@@ -51,17 +51,54 @@ def test_train_step(model, stage):
     assert len(set(stock)) == 5  # it trains, and on other tokens each time
 
 
-def test_head_chunks():
+def test_host():
+    status, found = run("host.py", "--repetitions", "2", "--ranks", "2")
+    assert status == 0 and found["ranks"] == 2
+    rows = {row.pop("class"): row for row in found["rows"]}
+    assert list(rows) == ["UlyssesMLAAttention", "LatentKVMLAAttention", "GatherKVMLAAttention", "UlyssesAttention"]
+    for row in rows.values():
+        assert 0 < row["forward_us"] < row["both_us"] and 0 < row["forward_calls"] < row["both_calls"]
+
+
+def test_head_chunks(tmp_path):
     words = ["--tokens", "64", "--pairs", "1", "--preset", "deepseek-v2-lite", "--chunks", "1", "2", "4"]
+    words += ["--plot", str(tmp_path / "memory.png")]
     status, found = run("head_chunks.py", *words, "--memory-tokens", "8192")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     rows = {(row["strategy"], row["chunks"]): row for row in found["rows"]}
     assert status == 0 and ("packed", 4) not in rows  # two heads on each of eight ranks
     assert rows["gather_kv", 4]["of_one"] < 0.5 < rows["gather_kv", 2]["of_one"] < 1
     assert all(row["ms"] > 0 for row in rows.values())
 
 
+def test_attention_layer(tmp_path):
+    words = ["--tokens", "64", "--pairs", "1", "--plot", str(tmp_path / "bytes.png")]
+    status, found = run("attention_layer.py", *words)
+    assert status == 0
+    sent = {row["strategy"]: row["bytes"] for row in found["rows"]}
+    assert sent["stock"] > sent["packed"] > sent["latent_kv"] > sent["gather_kv"] > sent["all_local"] == 0
+    assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plots_need_a_name_with_a_suffix():
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "attention_layer.py"), "--plot", "bytes"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "--plot takes the name of a file to write" in done.stderr
+
+
+def test_checks():
+    words = ["--tokens", "64", "--pairs", "2", "--repeats", "3", "--dtype", "fp32"]
+    status, found = run("checks.py", *words)
+    assert status == 0
+    assert [row["check"] for row in found["rows"]] == ["step", "batch", "labels", "loss"]
+    for row in found["rows"]:
+        assert {"never_us", "always_us", "cost_us", "percent"} <= set(row)
+        assert row["cost q1"] <= row["cost_us"] <= row["cost q3"] and row["never_us"] > 0
+
+
 def test_gpu_check_on_a_cpu():
-    """Whether the script works; ranks are threads."""
+    """The script works; its ranks are threads."""
     status, found = run("gpu_check.py", "--device", "cpu", json_option=False)
     assert status == 0 and all(row["right"] for row in found["strategies"])
     assert [row["strategy"] for row in found["strategies"]][:4] == ["packed", "latent_kv", "gather_kv", "head_tail"]
@@ -73,7 +110,7 @@ def control(loss, grad_norm):
 
 
 def held():
-    """Ten steps as parity measures them, in which all bars are held."""
+    """Ten steps as parity measures them, in which all bars are met."""
     side = {"losses": [7.0] * 9 + [2.0], "grad_norms": [1.0] * 10, "gradient_distance": 0.02}
     found = {"sides": {name: copy.deepcopy(side) for name in ("one process", "materialised", *STRATEGIES)}}
     found |= {"control": [control(2.01, 1.0), control(1.98, 1.03)], "floor": 1e-4}

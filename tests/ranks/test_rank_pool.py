@@ -9,6 +9,9 @@ import pytest
 import rank_pool
 from rank_pool import RankError, raises_on_ranks, run_ranks
 
+# Each of them ends ranks of a pool, whose start takes seconds.
+pytestmark = pytest.mark.slow
+
 
 def add(a, b):
     import torch
