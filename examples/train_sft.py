@@ -43,10 +43,8 @@ def main() -> None:
         zero = {"stage": args.zero_stage, "stage3_param_persistence_threshold": "auto"}
         zero["stage3_gather_16bit_weights_on_model_save"] = True  # for save_model
         auto |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": zero}
-        extra |= {
-            "deepspeed": auto,
-            "parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size),
-        }
+        extra["deepspeed"] = auto
+        extra["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size)
     training = SFTConfig(args.output, max_steps=args.steps, max_length=args.seq_len, logging_steps=1, **extra)
     model = AutoModelForCausalLM.from_pretrained(args.model)  # ZeRO-3 shards it here, after SFTConfig
     tokenizer = AutoTokenizer.from_pretrained(args.model)

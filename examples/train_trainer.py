@@ -43,17 +43,14 @@ def main() -> None:
         zero = {"stage": args.zero_stage, "stage3_param_persistence_threshold": "auto"}
         zero["stage3_gather_16bit_weights_on_model_save"] = True  # for save_model
         auto |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": zero}
-        extra |= {
-            "deepspeed": auto,
-            "parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size),
-        }
+        extra["deepspeed"] = auto
+        extra["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size)
     training = TrainingArguments(args.output, max_steps=args.steps, logging_steps=1, use_cpu=not on_gpu, **extra)
     model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation=args.attn)  # ZeRO-3 shards it here
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = [text for page in python_documentation() for text in page.split("\n\n") if len(text) > 16]
-    samples = [tokenizer(text, truncation=True, max_length=args.seq_len) for text in texts]
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    trainer = Trainer(model, training, collator, train_dataset=samples[64:], eval_dataset=samples[:64])
+    rows = [tokenizer(text, truncation=True, max_length=args.seq_len) for text in texts]
+    trainer = Trainer(model, training, DataCollatorForLanguageModeling(tokenizer, mlm=False), rows[64:], rows[:64])
     trainer.train()
     trainer.evaluate()
     trainer.save_model()

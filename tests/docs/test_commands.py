@@ -21,7 +21,7 @@ from rank_pool import run_ranks
 BLOCKS = all_blocks()
 #: Options that make the scripts of the documentation short, in front of which stand those of the documentation.
 SHORT = {
-    "train_deepspeed.py": ["--steps", "2", "--seq-len", "63"],
+    "train_loop.py": ["--steps", "2", "--seq-len", "63"],
     "train_moba.py": ["--steps", "2", "--seq-len", "63"],
 }
 _done: set[tuple[str, ...]] = set()
