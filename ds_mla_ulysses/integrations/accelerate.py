@@ -148,7 +148,7 @@ def _check_implementation(model: Any, asked_for: str | None) -> None:
     if asked_for not in (None, implementation, *others):
         raise ValueError(
             f"sp_attn_implementation={asked_for!r}, but the model was loaded with attn_implementation="
-            f"{implementation!r}: leave sp_attn_implementation out (accelerate launch says 'sdpa' by itself: set "
+            f"{implementation!r}: leave sp_attn_implementation out (accelerate launch passes 'sdpa' by default: set "
             f"parallelism_config_sp_attn_implementation to {implementation!r}), or load the model with it."
         )
 

@@ -136,6 +136,29 @@ def test_install_twice():
         ds_mla_ulysses.install(strategy="ring")
     with pytest.raises(ValueError, match="split='head_tail' is for strategy='gather_kv'"):
         ds_mla_ulysses.install(split="head_tail")
+    with pytest.raises(ValueError, match=r"checks must be one of \['always', 'first', 'never'\], got 'often'"):
+        ds_mla_ulysses.install(checks="often")
+
+
+def test_the_command_passes_every_argument_of_install(monkeypatch, tmp_path):
+    import inspect
+    import sys
+
+    from ds_mla_ulysses import run
+
+    script, given = tmp_path / "script.py", []
+    script.write_text("import sys\nassert sys.argv[1:] == ['--checks', 'mine'], sys.argv")
+    monkeypatch.setattr(run, "install", lambda **settings: given.append(settings))
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run.main([str(script), "--checks", "mine"])
+    defaults = {name: p.default for name, p in inspect.signature(ds_mla_ulysses.install).parameters.items()}
+    assert given == [defaults]
+    wanted = dict(sp_in_eval=True, strategy="gather_kv", split="head_tail", head_chunks=2, checks="first")
+    assert wanted.keys() == defaults.keys()
+    options = "--sp-in-eval --strategy gather_kv --split head_tail --head-chunks 2 --checks first"
+    run.main([*options.split(), str(script), "--checks", "mine"])
+    assert given[1] == wanted
 
 
 def test_untested_versions_are_named(monkeypatch):
@@ -501,10 +524,11 @@ def plain_engine_beside(stage):
     import deepspeed
     from deepspeed.utils import groups
 
-    with installed():
+    with installed(checks="first"):
         trainer = build(Run("llama", stage=stage), 2)
         trainer.train()
         handle = ds_mla_ulysses.handle_of(trainer.model)
+        assert handle.checks.policy == "first"
         assert groups._get_sequence_parallel_world_size() == 2
         plain = torch.nn.Linear(3, 3)
         torch.nn.init.ones_(plain.weight)
