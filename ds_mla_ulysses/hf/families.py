@@ -299,8 +299,15 @@ def _refuse_what_is_lost(name: str, layer: nn.Module, calls: Sequence[AttentionC
                 f"{where} gives the attention function {what}, which covers one rank's tokens and would be lost: "
                 f"{_ALONE}."
             )
-        window = call.mask.window if call.mask is not None and call.mask.is_known else None
-        if window not in (None, call.keywords.get("sliding_window")):
+        if call.mask is None or not call.mask.is_known:
+            continue
+        window, handed_on = call.mask.window, call.keywords.get("sliding_window")
+        if window is None and handed_on is not None:
+            raise UnsupportedModelError(
+                f"{where} hands a sliding window of {handed_on} tokens to the attention function, but its mask has none, so "
+                f"the result would depend on the attention implementation: set config.sliding_window = None, or {_ALONE}."
+            )
+        if window != handed_on:
             raise UnsupportedModelError(_lost_window(f"{name}: {kind}"))
 
 

@@ -160,6 +160,7 @@ def attention_of_llama(**changes):
         (dict(mask=lambda mask: mask * 2), "gives the attention function a mask or bias that it makes itself"),
         (dict(position_bias=1.0), "gives the attention function position_bias, which covers one rank's tokens"),
         (dict(is_causal=False), "LlamaAttention is not causal self-attention"),
+        (dict(sliding_window=8), "hands a sliding window of 8 tokens to the attention function, but its mask has none"),
     ],
 )
 def test_what_a_layer_hands_over(monkeypatch, changes, message):
