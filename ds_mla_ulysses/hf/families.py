@@ -1,17 +1,24 @@
-"""Which modules of a Hugging Face model attend, and what has to be refused and why.
+"""Finds the attention layers of a Hugging Face model, and refuses models that would be silently wrong.
 
-MLA widths are read from the modules, never from the config: `config.head_dim` is R in most models and
-N+R in others.
+A probe (`hf/probe.py`) observes what layers hand to the attention function. The code of a forward, which tells less, is
+looked at only where the probe's forward did not run it: see `names_of`.
+
+MLA widths are read from the modules, never from the config: `config.head_dim` is R in most models and N+R in others.
+
+Letters: N width of a query or key head without its RoPE part · R width of the RoPE part.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from ..layout.widths import MLAWidths
+from .probe import AttentionCall, Probe, probe
 
 #: Model types that the tests train; others with the same modules work with a warning. First those with MLA.
 TESTED = (
@@ -38,8 +45,10 @@ TESTED = (
 
 #: Layer types whose masks follow from positions, documents and a window.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-#: Mask functions of transformers that text models may call; others build masks that positions do not tell.
+#: Mask functions of transformers that text models may call; others make masks that positions do not tell.
 _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
+#: Arguments of attention functions that change the scores, and that sequence-parallel attention does not exchange.
+SCORE_ARGUMENTS = ("position_bias", "head_mask", "indices", "block_indices")
 _ALONE = "train it without sequence parallelism"
 
 
@@ -49,12 +58,12 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class AttentionModel:
-    """What of a model is patched.
+    """The parts of a model that are patched.
 
     Attributes:
         text_model: the module whose forward makes position ids and masks.
         layers: its attention modules, in order.
-        model_type: as in the text model's config.
+        model_type: the type that the text model's config names.
     """
 
     text_model: nn.Module
@@ -63,45 +72,27 @@ class AttentionModel:
 
 
 def find_attention(model: nn.Module) -> AttentionModel:
-    """The attention layers of a Hugging Face model and the text model that holds them.
+    """Finds the attention layers of a Hugging Face model and the text model that holds them.
 
     Raises:
-        UnsupportedModelError: no supported attention layers, or some feature that would be silently wrong.
+        UnsupportedModelError: there are no supported attention layers, or the model has a feature that would be silently
+            wrong.
     """
-    from transformers import PreTrainedModel
-
-    name = _name(model)
-    for m in model.modules():
-        adapters = getattr(m, "peft_config", None)
-        if isinstance(adapters, dict) and any(getattr(c, "is_prompt_learning", False) for c in adapters.values()):
-            raise UnsupportedModelError(
-                f"{name} learns a prompt, whose tokens PEFT would put in front of every rank's part of the sequence: use "
-                "LoRA or another adapter of layers."
-            )
-    mla = [m for m in model.modules() if is_mla(m)]
-    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    if mla:
-        owners = [m for m in models if {id(x) for x in m.modules()} >= set(map(id, mla))]
-    else:
-        # A model with images or sounds has other attention too: the text model is the one of the text config.
-        texts = {(type(c), c.model_type) for c in (m.config.get_text_config() for m in models[:1])}
-        owners = [m for m in models if (type(m.config), m.config.model_type) in texts and attention_layers(m)]
-    if not owners and models:
-        raise UnsupportedModelError(
-            f"{name} has no layer that calls transformers' attention interface: parallelize supports decoders such as "
-            f"{', '.join(TESTED)}."
-        )
-    if not owners:
-        raise UnsupportedModelError(
-            f"{name} is not a transformers PreTrainedModel around its attention layers, so positions and masks cannot "
-            "be followed: load it with AutoModelForCausalLM (remote code: load it natively, without trust_remote_code), "
-            "or use UlyssesMLAAttention or UlyssesAttention in your own model."
-        )
-    text_model = owners[-1]  # the innermost, since modules() goes from the outside in
-    layers = attention_layers(text_model)
-    _refuse_model(name, model, text_model, layers)
+    name = _name_of(model)
+    _refuse_learnt_prompts(name, model)
+    text_model, layers, seen = _find_layers(name, model)
+    _refuse_encoder_decoder(name, text_model)
+    _refuse_linear_attention(name, text_model)
+    _refuse_layer_types(name, text_model)
+    _refuse_bidirectional(name, text_model)
+    _refuse_fused_attention(name, text_model, layers)
+    _refuse_pooling(name, model)
     for layer in layers:
-        (_refuse_mla_layer if is_mla(layer) else _refuse_layer)(name, layer)
+        calls = seen.calls_of(layer) if seen is not None else []
+        check = _refuse_mla_layer if is_mla(layer) else _refuse_layer
+        check(f"{name}: {type(layer).__name__}", layer, calls)
+        _refuse_what_is_lost(name, layer, calls)
+    _refuse_masks(name, text_model, seen)
     return AttentionModel(text_model, tuple(layers), text_model.config.model_type)
 
 
@@ -110,37 +101,85 @@ def is_mla(module: nn.Module) -> bool:
     return hasattr(module, "kv_lora_rank") and hasattr(module, "kv_b_proj")
 
 
-def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that call transformers' attention interface, MLA or not, in order."""
-    return [m for m in model.modules() if is_mla(m) or "get_interface" in names_of(m)]
-
-
-def names_of(module: nn.Module) -> set[str]:
-    """The names that a module's own forward uses, beneath decorators and offloading hooks."""
-    code = getattr(inspect.unwrap(vars(module).get("_old_forward", module.forward)), "__code__", None)
-    if code is None:
-        return set()
-    # Keywords of calls are tuples among the constants.
-    keywords = (word for constant in code.co_consts if isinstance(constant, tuple) for word in constant)
-    return {*code.co_names, *(word for word in keywords if isinstance(word, str))}
-
-
 def is_patched(model: nn.Module) -> bool:
     """Whether `parallelize` has patched any layer of the model."""
     return any("_ulysses" in vars(m) for m in model.modules())
 
 
-def _name(model: nn.Module) -> str:
+def _name_of(model: nn.Module) -> str:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     return type(model).__name__ + (f" ({model_type})" if model_type else "")
 
 
-def _refuse_model(name: str, model: nn.Module, text_model: nn.Module, layers: list[nn.Module]) -> None:
-    config = text_model.config
-    if getattr(config, "is_encoder_decoder", False):
+def _find_layers(name: str, model: nn.Module) -> tuple[Any, list[nn.Module], Probe | None]:
+    """Returns the innermost text model with attention layers, those layers in order, and what the probe has seen."""
+    from transformers import PreTrainedModel
+
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    mla = {m for m in model.modules() if is_mla(m)}
+    if mla:
+        text_models = [m for m in models if mla <= set(m.modules())][-1:]
+    else:
+        # A model with images or sounds has other attention too: the text model is the one of the text config.
+        texts = {(type(c), c.model_type) for c in (m.config.get_text_config() for m in models[:1])}
+        text_models = [m for m in models if (type(m.config), m.config.model_type) in texts]
+    for text_model in reversed(text_models):  # from the inside out
+        seen = probe(text_model)
+        layers = [m for m in text_model.modules() if is_mla(m) or _attends(m, seen)]
+        if layers:
+            return text_model, layers, seen
+    if models:
+        raise UnsupportedModelError(
+            f"{name} has no layer that calls transformers' attention interface: parallelize supports decoders such as "
+            f"{', '.join(TESTED)}."
+        )
+    raise UnsupportedModelError(
+        f"{name} is not a transformers PreTrainedModel around its attention layers, so positions and masks cannot "
+        "be followed: load it with AutoModelForCausalLM (remote code: load it natively, without trust_remote_code), "
+        "or use UlyssesMLAAttention or UlyssesAttention in your own model."
+    )
+
+
+def _attends(module: nn.Module, seen: Probe | None) -> bool:
+    return (seen is not None and bool(seen.calls_of(module))) or "get_interface" in names_of(module)
+
+
+def names_of(module: nn.Module) -> set[str]:
+    """The names in the code of a module's forward, beneath decorators and the hooks of accelerate.
+
+    This is the way out for code that the probe's forward did not run: a forward that was replaced on an instance and may
+    be bound to its weights, a layer that runs on other inputs only (cross-attention), and models that cannot be built or
+    run without weights (remote code, routers that copy numbers to the host).
+    """
+    code = getattr(inspect.unwrap(vars(module).get("_old_forward", module.forward)), "__code__", None)
+    if code is None:
+        return set()
+    # The keywords of calls are tuples among the constants.
+    keywords = (word for constant in code.co_consts if isinstance(constant, tuple) for word in constant)
+    return {*code.co_names, *(word for word in keywords if isinstance(word, str))}
+
+
+# Checks of the whole model.
+
+
+def _refuse_learnt_prompts(name: str, model: nn.Module) -> None:
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        if isinstance(adapters, dict) and any(getattr(c, "is_prompt_learning", False) for c in adapters.values()):
+            raise UnsupportedModelError(
+                f"{name} learns a prompt, whose tokens PEFT would put in front of every rank's part of the sequence: use "
+                "LoRA or another adapter of layers."
+            )
+
+
+def _refuse_encoder_decoder(name: str, text_model: Any) -> None:
+    if getattr(text_model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder with a decoder; only decoders are supported: {_ALONE}.")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    if "linear_attention" in others or any(
+
+
+def _refuse_linear_attention(name: str, text_model: Any) -> None:
+    """Refuses layers that carry a state from token to token."""
+    if "linear_attention" in _layer_types(text_model) or any(
         hasattr(m, "A_log") or isinstance(m, nn.Conv1d) or "DeltaAttention" in type(m).__name__
         for m in text_model.modules()
     ):
@@ -148,19 +187,46 @@ def _refuse_model(name: str, model: nn.Module, text_model: nn.Module, layers: li
             f"{name} has linear-attention layers, whose state would restart on every rank: train it without sequence "
             "parallelism until those layers are supported."
         )
+
+
+def _refuse_layer_types(name: str, text_model: Any) -> None:
+    others = sorted(_layer_types(text_model) - _LAYER_TYPES)
     if others and not any(hasattr(m, "indexer") for m in text_model.modules()):
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(others)}, whose masks are not followed by this package (only "
             f"{' and '.join(sorted(_LAYER_TYPES))} are): {_ALONE}."
         )
-    masks = {word for word in names_of(text_model) if word.startswith("create_") and word.endswith("_mask")} - _MASKS
-    if masks or getattr(config, "use_bidirectional_attention", False):
-        what = ", ".join(sorted(masks)) or "use_bidirectional_attention"
-        raise UnsupportedModelError(f"{name} masks by more than causality, documents and windows ({what}): {_ALONE}.")
+
+
+def _layer_types(text_model: Any) -> set[str]:
+    return set(getattr(text_model.config, "layer_types", None) or ())
+
+
+def _refuse_bidirectional(name: str, text_model: Any) -> None:
+    if getattr(text_model.config, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(_other_masks(name, "use_bidirectional_attention"))
+
+
+def _refuse_masks(name: str, text_model: nn.Module, seen: Probe | None) -> None:
+    """Refuses text models that make other masks than those of causality, documents and windows."""
+    if seen is None:
+        words = {word for word in names_of(text_model) if word.startswith("create_") and word.endswith("_mask")}
+        if words - _MASKS:
+            raise UnsupportedModelError(_other_masks(name, ", ".join(sorted(words - _MASKS))))
+    elif not all(mask.is_known for mask in seen.masks):
+        raise UnsupportedModelError(_other_masks(name, "its masks answer otherwise"))
+
+
+def _other_masks(name: str, what: str) -> str:
+    return f"{name} masks by more than causality, documents and windows ({what}): {_ALONE}."
+
+
+def _refuse_fused_attention(name: str, text_model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    known = set(layers)
     unknown = {
         type(m).__name__
         for m in text_model.modules()
-        if m not in layers and hasattr(m, "num_key_value_groups") and hasattr(m, "o_proj")
+        if m not in known and hasattr(m, "num_key_value_groups") and hasattr(m, "o_proj")
     }
     if unknown:
         raise UnsupportedModelError(
@@ -168,62 +234,123 @@ def _refuse_model(name: str, model: nn.Module, text_model: nn.Module, layers: li
             "interface (a fused kernel replaces it), so they would see one rank's tokens only: load the model without "
             f"them (use_kernels=False), or {_ALONE}."
         )
+
+
+def _refuse_pooling(name: str, model: nn.Module) -> None:
     pooled = ("SequenceClassification", "QuestionAnswering", "RewardModel")
     if any(word in type(model).__name__ for word in pooled):
         raise UnsupportedModelError(
-            f"{name} pools over the sequence, of which each rank has a part: parallelize the model with its language "
+            f"{name} pools over the sequence, of which each rank has a shard: parallelize the model with its language "
             "modelling head or its base model, and pool over the ranks in your own loop."
         )
 
 
-def _refuse_layer(name: str, layer: nn.Module) -> None:
-    kind = type(layer).__name__
-    if getattr(layer, "is_causal", True) is False or "Cross" in kind:
-        raise UnsupportedModelError(f"{name}: {kind} is not causal self-attention: {_ALONE}.")
-    refuse_lost_window(f"{name}: {kind}", layer)
+# Checks of one layer. `name` is that of the model and of the layer's class; `calls` are those that the probe has seen.
 
 
-def refuse_lost_window(name: str, layer: nn.Module) -> None:
-    """Refuses a layer whose window its mask alone knows."""
-    config = layer.config
-    if getattr(config, "sliding_window", None) is None:
+def _refuse_layer(name: str, layer: nn.Module, calls: Sequence[AttentionCall]) -> None:
+    is_causal = getattr(layer, "is_causal", True) is not False
+    if not is_causal or "Cross" in type(layer).__name__ or any(c.keywords.get("is_causal") is False for c in calls):
+        raise UnsupportedModelError(f"{name} is not causal self-attention: {_ALONE}.")
+    # Without a call that was seen, the code has to tell.
+    keywords = [set(call.keywords) for call in calls] or [names_of(layer)]
+    refuse_lost_window(name, layer, all("sliding_window" in words for words in keywords))
+
+
+def refuse_lost_window(name: str, layer: nn.Module, is_handed_on: bool) -> None:
+    """Refuses a layer whose config has a sliding window that its attention function is not told.
+
+    Args:
+        name: the name of the layer, for the message.
+        is_handed_on: whether the layer calls the attention function with the keyword `sliding_window`.
+
+    Raises:
+        UnsupportedModelError: the window would be lost.
+    """
+    config: Any = layer.config
+    if is_handed_on or is_mla(layer) or getattr(config, "sliding_window", None) is None:
         return
     types, index = getattr(config, "layer_types", None), getattr(layer, "layer_idx", None)
-    slides = types is None or index is None or types[index] == "sliding_attention"
-    if slides and not is_mla(layer) and "sliding_window" not in names_of(layer):
-        raise UnsupportedModelError(
-            f"{name} does not hand its sliding window to the attention function, so it would be lost: set "
-            f"config.sliding_window = None if no sequence is longer, or {_ALONE} and without MoBA."
-        )
+    if types is None or index is None or types[index] == "sliding_attention":
+        raise UnsupportedModelError(_lost_window(name))
 
 
-def _refuse_mla_layer(name: str, layer: nn.Module) -> None:
+def _lost_window(name: str) -> str:
+    return (
+        f"{name} does not hand its sliding window to the attention function, so it would be lost: set "
+        f"config.sliding_window = None if no sequence is longer, or {_ALONE} and without MoBA."
+    )
+
+
+def _refuse_what_is_lost(name: str, layer: nn.Module, calls: Sequence[AttentionCall]) -> None:
+    """Refuses layers whose calls of the attention function show that something would not arrive or be dropped."""
+    kind = type(layer).__name__
+    for call in calls:
+        where = f"{name}: {kind} ({call.layer})"
+        if not call.has_documents:
+            raise UnsupportedModelError(
+                f"{where} does not receive the keyword arguments of the model's forward, so it would not be told of the "
+                f"sequence that the ranks share, and would attend to one rank's tokens: {_ALONE}."
+            )
+        biases = sorted(word for word in SCORE_ARGUMENTS if call.keywords.get(word) is not None)
+        if call.has_other_mask or biases:
+            what = ", ".join(biases) if biases else "a mask or bias that it makes itself"
+            raise UnsupportedModelError(
+                f"{where} gives the attention function {what}, which covers one rank's tokens and would be lost: "
+                f"{_ALONE}."
+            )
+        if call.mask is None or not call.mask.is_known:
+            continue
+        window, handed_on = call.mask.window, call.keywords.get("sliding_window")
+        if window is None and handed_on is not None:
+            raise UnsupportedModelError(
+                f"{where} hands a sliding window of {handed_on} tokens to the attention function, but its mask has none, so "
+                f"the result would depend on the attention implementation: set config.sliding_window = None, or {_ALONE}."
+            )
+        if window != handed_on:
+            raise UnsupportedModelError(_lost_window(f"{name}: {kind}"))
+
+
+def _refuse_mla_layer(name: str, layer: nn.Module, calls: Sequence[AttentionCall]) -> None:
+    _refuse_indexer(name, layer)
+    _refuse_other_expansion(name, layer, calls)
+    _refuse_mla_widths(name, layer)
+
+
+def _refuse_indexer(name: str, layer: nn.Module) -> None:
     if getattr(layer, "indexer", None) is not None or hasattr(layer, "skip_topk"):
         raise UnsupportedModelError(
             f"{name} selects keys with a sparse indexer, which is built on the local length and would choose among one "
             "rank's tokens: use a dense MLA model, or train it without sequence parallelism."
         )
+
+
+def _refuse_other_expansion(name: str, layer: nn.Module, calls: Sequence[AttentionCall]) -> None:
+    """Refuses MLA layers whose keys and values are not those that `expand_kv` makes of the latents."""
     if not hasattr(layer, "expand_kv"):
         raise UnsupportedModelError(
-            f"{name}: {type(layer).__name__} has no expand_kv, the place where its keys and values are made. If the model "
-            "comes with remote code, load it natively (without trust_remote_code, for example as deepseek_v3); "
-            "otherwise upgrade to transformers >= 5.15."
+            f"{name} has no expand_kv, the place where its keys and values are made. If the model comes with remote "
+            "code, load it natively (without trust_remote_code, for example as deepseek_v3); otherwise upgrade to "
+            "transformers >= 5.15."
         )
-    if not {"expand_kv", "get_interface"} <= names_of(layer):
+    # Without a call that was seen, the code has to tell.
+    attends = [c.attends_to_expanded for c in calls] or [{"expand_kv", "get_interface"} <= names_of(layer)]
+    if not all(attends):
         raise UnsupportedModelError(
-            f"{name}: the forward of {type(layer).__name__} does not call expand_kv and the attention interface (a fused "
-            "kernel replaces it), so its heads cannot be exchanged: load the model without fused MLA kernels "
-            "(use_kernels=False)."
+            f"{name}.forward does not call the attention interface with the results of expand_kv (a fused kernel replaces "
+            "it), so its heads cannot be exchanged: load the model without fused MLA kernels (use_kernels=False)."
         )
-    widths = MLAWidths.of(layer)
-    if widths.rope == 0:
+
+
+def _refuse_mla_widths(name: str, layer: Any) -> None:
+    if MLAWidths.of(layer).rope == 0:
         raise UnsupportedModelError(
-            f"{name}: {type(layer).__name__} has no rope part (qk_rope_head_dim=0), so there is no shared key to gather: "
-            "train it without sequence parallelism."
+            f"{name} has no RoPE part (qk_rope_head_dim=0), so there is no shared key to gather: train it without "
+            "sequence parallelism."
         )
     if getattr(layer, "num_key_value_groups", 1) != 1:
         raise UnsupportedModelError(
-            f"{name}: {type(layer).__name__} has num_key_value_groups={layer.num_key_value_groups}; MLA with grouped "
-            "key-value heads is not supported: set num_key_value_heads to num_attention_heads if the checkpoint allows "
-            "it, or train without sequence parallelism."
+            f"{name} has num_key_value_groups={layer.num_key_value_groups}; MLA with grouped key-value heads is not "
+            "supported: set num_key_value_heads to num_attention_heads if the checkpoint allows it, or train without "
+            "sequence parallelism."
         )

@@ -5,6 +5,7 @@ Letters: B batch · T local tokens · S tokens of the whole sequence · V vocabu
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from ..layout.batch import shard_batch
 from ..layout.loss import count_items, sequence_loss
 from ..layout.shard import Shard, labels_of
 from .checks import Checks
+from .probe import returns_loss_function
 
 if TYPE_CHECKING:
     from .patch import ModelPatch
@@ -70,6 +72,15 @@ class Handle:
     def split(self) -> str:
         """Which tokens of a sequence a rank holds, "contiguous" or "head_tail"."""
         return self.group.split
+
+    @functools.cached_property
+    def returns_loss_function(self) -> bool | None:
+        """Whether the loss that the model returns is the result of its `loss_function`; None if that cannot be observed.
+
+        Observed once, in a forward without weights.
+        """
+        wrapper: Any = self.model
+        return returns_loss_function(wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper)
 
     def attach_engine(self, engine: Any) -> None:
         """From here on, gradients of `loss` are multiplied by what this DeepSpeed engine divides them by."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..comm.group import SequenceGroup
 from ..layout.documents import Documents, gather_documents
 from ..moba import MoBAConfig, moba_attention
-from .families import attention_layers, refuse_lost_window
+from .families import refuse_lost_window
 from .local_attention import LayerKernel, LocalAttention, as_autocast, without_padding
 
 #: The attribute of a model's config that stores the MoBA settings which change the model's output.
@@ -85,7 +85,7 @@ def set_moba(model: nn.Module, enabled: bool) -> None:
     Raises:
         ValueError: the model has no MoBA layers.
     """
-    layers = [layer for layer in attention_layers(model) if _runs_moba(layer)]
+    layers = [module for module in model.modules() if _runs_moba(module)]
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no MoBA layers: call register_moba, and load the model with "
@@ -299,7 +299,7 @@ class MoBAKernel:
                 f"{type(self.module).__name__} is not causal, but MoBA is: pass a dict as attn_implementation that "
                 f"names MoBA for the text model only, such as {{'text_config': {self.function.name!r}}}."
             )
-        refuse_lost_window(type(self.module).__name__, self.module)
+        refuse_lost_window(type(self.module).__name__, self.module, "sliding_window" in kwargs)
         T, S = q.shape[2], k.shape[2]
         documents = _documents(
             q, S, attention_mask, kwargs.pop("position_ids", None), kwargs.pop("cu_seq_lens_k", None)
@@ -352,13 +352,14 @@ def kernel_of(layer: nn.Module, config: Any) -> LayerKernel:
     return LocalAttention(layer, config, function)
 
 
-def _runs_moba(layer: nn.Module) -> bool:
-    kernel = getattr(vars(layer).get("_ulysses"), "kernel", None)  # of a parallelized model
-    config: Any = layer.config
-    return isinstance(kernel, MoBAKernel) or _registered(config._attn_implementation) is not None
+def _runs_moba(module: nn.Module) -> bool:
+    """Whether a module is an attention layer (which has an index) that runs MoBA."""
+    kernel = getattr(vars(module).get("_ulysses"), "kernel", None)  # of a parallelized model
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return isinstance(kernel, MoBAKernel) or (hasattr(module, "layer_idx") and _registered(name) is not None)
 
 
-def _registered(name: str) -> MoBAFunction | None:
+def _registered(name: str | None) -> MoBAFunction | None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function = ALL_ATTENTION_FUNCTIONS.get(name)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import gather_to
 from ..comm.group import SequenceGroup
+from ..hf.families import names_of
 from ..hf.handle import Handle, handle_of
 from ..layout.batch import exchange_batches
 from ..layout.loss import count_items, sequence_loss, sum_of_losses
@@ -92,7 +93,7 @@ def _sharded_loss(
         outputs = model(**inputs, labels=shift_labels, shift_labels=shift_labels, num_items_in_batch=1)
         loss = sum_of_losses(outputs.loss, shift_labels, handle.group, num_items, handle.group.size)
     else:
-        _check_loss(handle.model)
+        _check_loss(handle)
         outputs = model(**inputs)
         loss = sequence_loss(
             outputs["logits"],
@@ -193,13 +194,15 @@ def _is_fused(model: nn.Module, inputs: dict[str, Any]) -> bool:
     return bool(inputs.get("fused_lm_head")) or (is_ligers and base.training)
 
 
-def _check_loss(model: nn.Module) -> None:
+def _check_loss(handle: Handle) -> None:
     """Raises ValueError if the model has a loss of its own, which cross entropy of its logits is not."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    base = _base_model(model)
-    calls = getattr(getattr(inspect.unwrap(base.forward), "__code__", None), "co_names", ())
-    if "loss_function" not in calls or base.loss_function is not ForCausalLMLoss:
+    base: Any = _base_model(handle.model)
+    is_its_result = handle.returns_loss_function
+    if is_its_result is None:  # its forward cannot be run without weights, so its code has to tell
+        is_its_result = "loss_function" in names_of(base)
+    if not is_its_result or base.loss_function is not ForCausalLMLoss:
         raise ValueError(
             f"{type(base).__name__} has a loss other than the cross entropy of the next token (ForCausalLMLoss), and would "
             "compute it on one rank's tokens: train it without sequence parallelism, or with a loop of your own and "

@@ -83,6 +83,32 @@ def test_a_window_that_is_not_handed_on():
     refused(model, "MistralAttention does not hand its sliding window")
 
 
+@pytest.mark.parametrize("name,layer", [("StableLm", "StableLmAttention"), ("Nemotron", "NemotronAttention")])
+def test_arguments_that_are_not_handed_on(name, layer):
+    """Their decoder layers call attention without the keyword arguments of the model's forward."""
+    import transformers
+
+    model = getattr(transformers, f"{name}ForCausalLM")(small(getattr(transformers, f"{name}Config")))
+    words = ("does not receive the keyword arguments", "train it without sequence parallelism")
+    refused(model, f"{name}ForCausalLM ({name.lower()}): {layer} (layers.0.self_attn)", *words)
+
+
+def test_a_mask_of_the_layers_own():
+    from transformers import DogeConfig, DogeForCausalLM
+
+    words = ("a mask or bias that it makes itself", "would be lost", "train it without sequence parallelism")
+    refused(DogeForCausalLM(small(DogeConfig)), "(doge): DogeAttention (layers.0.self_attn) gives the", *words)
+
+
+def test_compressed_keys():
+    """Some of its layers attend to more keys than tokens, with masks of their own."""
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    with torch.device("meta"):
+        model = DeepseekV4ForCausalLM(DeepseekV4Config(num_hidden_layers=4))
+    refused(model, "DeepseekV4Attention (layers.", "a mask or bias that it makes itself")
+
+
 def test_sparse_indexer():
     from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
