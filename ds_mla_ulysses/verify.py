@@ -20,6 +20,7 @@ clipping. The script needs the option `--steps`, which is 5 with `--verify` unle
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import math
@@ -39,8 +40,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import ds_mla_ulysses as dmu
+from .comm.traffic import TrafficMeter
 
+#: The package, in which names are replaced.
+dmu = importlib.import_module("ds_mla_ulysses")
 #: The largest relative difference that counts as equal.
 TOLERANCE = 1e-4
 STEPS, LEARNING_RATE = 5, 0.02
@@ -106,7 +109,7 @@ def run(main: Callable[[], object]) -> None:
         _run_as_one_process(main, **json.loads(os.environ[_ONE_PROCESS]))
         return
     observed = Observed()
-    with dmu.TrafficMeter() as meter, _observing(observed, options.verify):
+    with TrafficMeter() as meter, _observing(observed, options.verify):
         main()
     observed.read_trainer()
     result: dict[str, Any] = dict(observed.curves)
@@ -177,7 +180,7 @@ def _observing(observed: Observed, verify: bool) -> Iterator[None]:
             observed.tokens += batch["input_ids"].numel()
             return shard(batch)
 
-        handle.shard = counted_shard  # type: ignore[method-assign]
+        handle.shard = counted_shard
         observed.model, observed.handle = model, handle
         return handle
 
@@ -399,7 +402,7 @@ def _order_of_one_process(training: Any, processes: int, sp_size: int) -> list[i
 # ---------------------------------------------------------------------- the comparison
 
 
-def _compare(observed: Observed, meter: dmu.TrafficMeter, given: Sequence[str]) -> dict[str, Any]:
+def _compare(observed: Observed, meter: TrafficMeter, given: Sequence[str]) -> dict[str, Any]:
     """Runs the script in one process and compares on rank 0, which prints; returns the same on all ranks."""
     trainer = observed.trainer
     if observed.model is None:
@@ -505,7 +508,7 @@ def _report_parameters(to_norm: Worst, to_change: Worst) -> None:
     print(f"  relative to how much it changed, beyond the rounding of stored values: {beyond}")
 
 
-def _report_traffic(observed: Observed, meter: dmu.TrafficMeter, processes: int) -> dict[str, float]:
+def _report_traffic(observed: Observed, meter: TrafficMeter, processes: int) -> dict[str, float]:
     """Prints and returns the bytes that attention sent per token and layer, measured, and by three all-to-alls."""
     config, ranks = observed.handle.model.config.get_text_config(), observed.handle.group.size
     counted = sum(count for (_, direction), count in meter.bytes.items() if direction in ("forward", "backward"))

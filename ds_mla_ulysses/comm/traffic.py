@@ -1,6 +1,6 @@
 """Counts what the collectives of this package send to other ranks.
 
-A test checks that only `comm` calls collectives, except for the measurements in `planner/auto.py`.
+A test checks that only `comm` calls collectives, except for the files that `TrafficMeter` names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class TrafficMeter:
     | "evaluation" | logits that a Trainer with `sp_in_eval` gathers                                    |
 
     These are not counted: collectives of DeepSpeed and Accelerate (gradients, parameters, metrics), the creation of process
-    groups, and the measurements of `strategy="auto"` with the broadcast of their result (`planner/auto.py`).
+    groups, the measurements of `strategy="auto"` with the broadcast of their result (in `planner/auto.py`), and the
+    comparison that `--verify` of the examples makes (in `verify.py`).
     """
 
     def __init__(self) -> None:
