@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +48,6 @@ class RegisteredModels:
         self._settings = dict(settings)
         self._handles: list[Handle] = []
         self._groups: dict[int, SequenceGroup] = {}  # a group is created once for each sp_size
-        self._engines_in_building = 0
 
     def restore(self) -> None:
         """Restores all registered models."""
@@ -100,21 +100,17 @@ class RegisteredModels:
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            self._engines_in_building += 1
-            try:
-                if not isinstance(kwargs.get("mpu"), RegisteredMpu):
-                    return original(*args, **kwargs)
-                return _build_registered(original, kwargs)
-            finally:
-                self._engines_in_building -= 1
+            if not isinstance(kwargs.get("mpu"), RegisteredMpu):
+                return original(*args, **kwargs)
+            return _build_registered(original, kwargs)
 
         return initialize
 
     def answering(self, of_group: Callable[[SequenceGroup], Any]) -> Callable[[Any], Any]:
         """Makes a function of `deepspeed.utils.groups` answer with the group of the model that was registered last.
 
-        DeepSpeed's answer stays while any engine is built, and while another mpu or a device mesh is set. An engine that
-        is built divides its gradients by the answer, so a plain engine has to get the plain one.
+        DeepSpeed itself gets its own answer: an engine divides its gradients by it. So does everybody while another mpu or
+        a device mesh is set.
         """
 
         def wrap(original: Callable[[], Any]) -> Callable[[], Any]:
@@ -122,8 +118,9 @@ class RegisteredModels:
             def ask() -> Any:
                 from deepspeed.utils import groups
 
-                others = self._engines_in_building or groups.mpu is not None or groups.mesh_device is not None
-                if others or not self._handles:
+                caller = sys._getframe(1).f_globals.get("__name__", "")
+                others = groups.mpu is not None or groups.mesh_device is not None
+                if others or not self._handles or caller.split(".")[0] == "deepspeed":
                     return original()
                 return of_group(self._handles[-1].group)
 
