@@ -258,15 +258,22 @@ class _Recorder:
 
 
 class _WithoutValues(TorchDispatchMode):
-    """Meta tensors have no values: branches on them take the true side, and no index is selected."""
+    """Answers for the values that meta tensors lack: numbers are 1, conditions hold, and no index is selected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers_left = 10_000  # a loop that waits for another answer ends
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
-        if func is aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
-        if func is aten.nonzero.default and args[0].is_meta:
+        if func not in (aten._local_scalar_dense.default, aten.nonzero.default) or not args[0].is_meta:
+            return func(*args, **(kwargs or {}))
+        if not self._answers_left:
+            raise RuntimeError("the forward depends on too many values")
+        self._answers_left -= 1
+        if func is aten.nonzero.default:
             return torch.empty(0, args[0].ndim, dtype=torch.long, device="meta")
-        return func(*args, **(kwargs or {}))
+        return torch.ones((), dtype=args[0].dtype, device="cpu").item()
 
 
 @contextmanager
@@ -299,7 +306,7 @@ def _is_causal(mask_function: Callable[..., Tensor] | None, window: int | None) 
 
 
 def _structure_of(layer: nn.Module) -> Any:
-    """Something hashable that is equal for layers which are built alike."""
+    """Something hashable that is equal for layers which are built alike, whatever their place."""
     return tuple(
         (
             name,

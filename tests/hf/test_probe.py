@@ -108,6 +108,18 @@ def test_experts_that_select_tokens():
     assert len(all_calls(text_model_of("longcat_flash", layers=4))) == 1
 
 
+def test_loops_that_wait_for_a_value(monkeypatch):
+    from transformers import LlamaModel
+
+    def waits(self, input_ids=None, **kwargs):
+        while (input_ids == 0).all():
+            pass
+
+    model = tiny_model("llama")
+    monkeypatch.setattr(LlamaModel, "forward", waits)
+    assert probe(model.model) is None
+
+
 # Forwards that the probe does not run.
 
 
