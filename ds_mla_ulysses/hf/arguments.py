@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+#: Arguments of attention functions that change the result and that no strategy exchanges between ranks.
+SCORE_ARGUMENTS = ("position_bias", "head_mask", "indices", "block_indices")
+
 
 class NotCopied:
     """An object that belongs to one patched model. A copy would share its process group, its hooks or its weights.

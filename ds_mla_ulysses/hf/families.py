@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from ..layout.widths import MLAWidths
+from .arguments import SCORE_ARGUMENTS
 from .probe import AttentionCall, Probe, probe
 
 #: Model types that the tests train; others with the same modules work with a warning. First those with MLA.
@@ -47,8 +48,6 @@ TESTED = (
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 #: Mask functions of transformers that text models may call; others make masks that positions do not tell.
 _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
-#: Arguments of attention functions that change the scores, and that sequence-parallel attention does not exchange.
-SCORE_ARGUMENTS = ("position_bias", "head_mask", "indices", "block_indices")
 _ALONE = "train it without sequence parallelism"
 
 

@@ -23,9 +23,8 @@ from ..layout.documents import Documents
 from ..moba import moba_attention
 from ..moba.boundaries import seen_by_queries
 from ..moba.dense_attention import has_flash
+from .arguments import SCORE_ARGUMENTS
 
-#: Arguments of attention functions that change the result and that no strategy exchanges between ranks.
-_REFUSED = ("position_bias", "head_mask", "indices", "block_indices")
 #: Queries that share one mask if a window has to be masked. The mask has this many rows, and as many columns as the
 #: window and these rows together.
 _WINDOW_BLOCK = 256
@@ -135,7 +134,7 @@ class LocalAttention:
             )
         if is_causal is False:
             raise ValueError("attention that is not causal is not supported under sequence parallelism.")
-        for name in _REFUSED:
+        for name in SCORE_ARGUMENTS:
             if kwargs.get(name) is not None:
                 raise ValueError(f"{name} is not supported under sequence parallelism: load the model without it.")
         if kwargs.get("s_aux") is not None and self.config._attn_implementation == "sdpa":

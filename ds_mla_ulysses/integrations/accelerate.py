@@ -95,17 +95,6 @@ class RegisteredModels:
         self._handles.append(handle)
         return RegisteredMpu(handle)
 
-    def wrap_initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes `deepspeed.initialize` build the engines of registered models as our `initialize` does."""
-
-        @functools.wraps(original)
-        def initialize(*args: Any, **kwargs: Any) -> Any:
-            if not isinstance(kwargs.get("mpu"), RegisteredMpu):
-                return original(*args, **kwargs)
-            return _build_registered(original, kwargs)
-
-        return initialize
-
     def answering(self, of_group: Callable[[SequenceGroup], Any]) -> Callable[[Any], Any]:
         """Makes a function of `deepspeed.utils.groups` answer with the group of the model that was registered last.
 
@@ -165,6 +154,18 @@ def _build_registered(create: Callable[..., Any], kwargs: dict[str, Any]) -> Any
 def adapt_dataloader(dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> ShardedDataLoader:
     """Replaces `UlyssesSPDataLoaderAdapter`."""
     return ShardedDataLoader(dl, SequenceGroup.of(sp_group), device)
+
+
+def wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `deepspeed.initialize` build the engines of registered models as our `initialize` does."""
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(kwargs.get("mpu"), RegisteredMpu):
+            return original(*args, **kwargs)
+        return _build_registered(original, kwargs)
+
+    return initialize
 
 
 def wrap_dl_adapter(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ from ..hf.strategies import check_strategy
 from ..planner.auto import Auto
 from ..process_state import PROCESS
 from ..requirements import check, highest_tested, installed, lowest
-from .accelerate import RegisteredModels, adapt_dataloader, wrap_dl_adapter, wrap_skip
+from .accelerate import RegisteredModels, adapt_dataloader, wrap_dl_adapter, wrap_initialize, wrap_skip
 from .deepspeed import init_deepspeed_on_cpu
 from .trainer import wrap_compute_loss, wrap_num_items, wrap_prediction_step
 
@@ -128,7 +128,7 @@ def symbols_of(models: RegisteredModels, *, sp_in_eval: bool) -> list[Symbol]:
             _ULYSSES, "UlyssesSPAttentionHF.register_with_transformers", lambda _: classmethod(models.register_model)
         ),
         Symbol(_ULYSSES, "UlyssesSPDataLoaderAdapter", lambda _: adapt_dataloader),
-        Symbol("deepspeed", "initialize", models.wrap_initialize),
+        Symbol("deepspeed", "initialize", wrap_initialize),
         Symbol(_GROUPS, "_get_sequence_parallel_group", models.answering(lambda group: group.process_group)),
         Symbol(_GROUPS, "_get_sequence_parallel_world_size", models.answering(lambda group: group.size)),
         Symbol(_GROUPS, "_get_sequence_parallel_rank", models.answering(lambda group: group.rank)),

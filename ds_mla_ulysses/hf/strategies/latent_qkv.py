@@ -16,7 +16,7 @@ from ...attention.chunks import HeadChunks
 from ...attention.latent_kv import LatentKVMLAAttention
 from ...comm.group import SequenceGroup
 from ...planner.strategies.latent_qkv import LatentQKV
-from ..families import UnsupportedModelError, names_of
+from ..families import UnsupportedModelError
 from ..latent_forward import check_forward, on_latents
 from .base import MLALayer
 
@@ -49,7 +49,7 @@ class LatentQKVLayer(MLALayer):
 
     @classmethod
     def check(cls, layer: nn.Module) -> None:
-        unknown = sorted(set(layer._modules) & names_of(layer) - _KNOWN)
+        unknown = sorted({name for name, module in layer._modules.items() if module is not None} - _KNOWN)
         if unknown:
             kind, name = type(layer).__name__, cls.rules.name
             raise UnsupportedModelError(
