@@ -221,6 +221,7 @@ FACTS: Mapping[str, Facts] = {
             "ffn_config.moe_top_k": 2,
         }
     ),
+    "deepseek_v2": Facts(settings=dict(num_experts_per_tok=2)),
     "dots1": Facts(
         settings=dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1)
     ),

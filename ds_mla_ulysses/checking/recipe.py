@@ -184,7 +184,7 @@ def _read(request: Request, kind: str, facts: Facts) -> Any:
     unwanted = ("quantization_config", "auto_map", "torch_dtype", "dtype", "transformers_version")
     given = {name: value for name, value in request.config.items() if name not in unwanted}
     if request.is_type:
-        given |= copy.deepcopy(dict(facts.init))
+        given = copy.deepcopy(dict(facts.init)) | given
     if request.model_code:
         found: Any = getattr(_load(request.model_code), "config_class", None)
         if found is not None:

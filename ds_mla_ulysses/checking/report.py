@@ -104,6 +104,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as JSON types, the verdict included."""
         return dataclasses.asdict(self) | {
+            "rows": [dataclasses.asdict(row) for row in self.rows],
             "verdict": self.verdict,
             "strategies": list(self.strategies),
             "reason": self.reason,
