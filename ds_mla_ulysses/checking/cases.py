@@ -100,9 +100,7 @@ def reference(model: nn.Module, case: Case) -> Numbers:
     total, items = torch.zeros((), dtype=found[0].dtype), 0
     for (row, first, last), logits in zip(case.documents, found, strict=True):
         targets = labels[row, first + 1 : last]
-        total = total + nn.functional.cross_entropy(
-            logits[:-1], targets, ignore_index=_IGNORED, reduction="sum"
-        )
+        total = total + nn.functional.cross_entropy(logits[:-1], targets, ignore_index=_IGNORED, reduction="sum")
         items += int((targets != _IGNORED).sum())
     loss = total / items
     loss.backward()

@@ -243,9 +243,7 @@ FACTS: Mapping[str, Facts] = {
     "hunyuan_v1_dense": Facts(settings=dict(head_dim=16)),
     "hunyuan_v1_moe": Facts(settings=dict(head_dim=16, moe_topk=2)),
     "kimi_linear": Facts(settings=dict(num_experts=8, num_expert_group=1, topk_group=1, num_experts_per_tok=2)),
-    "lfm2_moe": Facts(
-        init=dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2, num_dense_layers=1)
-    ),
+    "lfm2_moe": Facts(init=dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2, num_dense_layers=1)),
     "longcat_flash": Facts(
         init=dict(
             qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12, kv_lora_rank=16, q_lora_rank=24, num_layers=2

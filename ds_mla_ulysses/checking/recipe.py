@@ -234,7 +234,9 @@ def _first_that_builds(model_class: Any, config: Any) -> Any:
     for implementation in ("sdpa", "eager"):
         try:
             with torch.device("meta"):
-                count = sum(p.numel() for p in make(copy.deepcopy(config), attn_implementation=implementation).parameters())
+                count = sum(
+                    p.numel() for p in make(copy.deepcopy(config), attn_implementation=implementation).parameters()
+                )
             if count > _MOST_PARAMETERS:
                 raise NoRecipe(f"the recipe does not make this model small: it has {count:,} parameters.")
         except NoRecipe:
@@ -252,11 +254,11 @@ def _shrink(config: Any, is_type: bool) -> None:
     settings = vars(config)
     is_mla = bool(settings.get("kv_lora_rank"))
     changed = {name: width for name, width in _WIDTHS.items() if _is_number(settings.get(name))}
-    changed |= {
-        name: min(most, settings[name]) for name, most in _AT_MOST.items() if type(settings.get(name)) is int
-    }
+    changed |= {name: min(most, settings[name]) for name, most in _AT_MOST.items() if type(settings.get(name)) is int}
     for name, value in settings.items():
-        if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "jitter", "layerdrop", "drop_path")):
+        if isinstance(value, float) and any(
+            word in name for word in ("dropout", "pdrop", "jitter", "layerdrop", "drop_path")
+        ):
             changed[name] = 0.0
     if _is_number(settings.get("num_key_value_heads")):
         changed["num_key_value_heads"] = HEADS if is_mla else _kv_heads(settings, is_type)
@@ -288,7 +290,9 @@ def _fewer_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
     if count_name is None:
         return {}
     count = settings[count_name]
-    lists = {name: x for name, x in settings.items() if isinstance(x, list) and len(x) == count and name != "architectures"}
+    lists = {
+        name: x for name, x in settings.items() if isinstance(x, list) and len(x) == count and name != "architectures"
+    }
     kept = layers_to_keep(count, [x for x in lists.values()])
     changed: dict[str, Any] = {name: [x[i] for i in kept] for name, x in lists.items()}
     for name in _LAYER_COUNTS:

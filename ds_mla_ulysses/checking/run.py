@@ -158,7 +158,7 @@ class Worker:
         }
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)  # a launcher's, if this process has one
-        self._said = tempfile.TemporaryFile("w+", errors="replace")
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # `stop` closes it
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ds_mla_ulysses.checking.worker"],
             stdin=subprocess.PIPE,

@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float64",
         help="float64 also widens what models compute in fp32 (default %(default)s)",
     )
-    add("--model-code", metavar="FILE.py:Class", help="the model's class, if it is not in transformers; the file is run")
+    add(
+        "--model-code", metavar="FILE.py:Class", help="the model's class, if it is not in transformers; the file is run"
+    )
     add("--json", action="store_true", help="print the report as JSON")
 
 

@@ -25,7 +25,9 @@ class Attention(LlamaAttention):
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (
+            p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         value = self.value(value, kwargs)

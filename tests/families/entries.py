@@ -28,9 +28,7 @@ class Entry:
 #: Configs beside the defaults, by the name that the result has for them.
 VARIANTS: Mapping[str, Entry] = {
     "gemma4_text, shared KV layers": Entry("gemma4_text", {"num_kv_shared_layers": 2}),
-    "gemma4_text, keys are values": Entry(
-        "gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
-    ),
+    "gemma4_text, keys are values": Entry("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "gemma4_text, experts": Entry(
         "gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
     ),

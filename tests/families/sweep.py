@@ -15,12 +15,10 @@ import importlib.metadata
 import json
 import os
 import platform
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 from entries import Entry, entries
 
 from ds_mla_ulysses.checking.report import Report
