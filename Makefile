@@ -11,13 +11,14 @@ VERSIONS := import runpy, sys; v = runpy.run_path("ds_mla_ulysses/version.py")
 # The lowest supported releases of all required packages, as name==version.
 FLOORS = $$($(PYTHON) -c '$(VERSIONS); print(*(f"{name}=={lowest}" for name, (lowest, _) in v["REQUIREMENTS"].items()))')
 
-.PHONY: help demo test test-fast matrix lint docs wheel test-floor clean
+.PHONY: help demo test test-fast matrix families lint docs wheel test-floor clean
 
 help:
 	@echo "make demo        train a small model on two processes and compare it with one (DEMO_ARGS=$(DEMO_ARGS))"
 	@echo "make test        run the whole test suite (part of it: PYTEST_ARGS=tests/unit)"
 	@echo "make test-fast   run the tests that need no launcher and at most two processes"
 	@echo "make matrix      run the full products of parameters too, and store the result in tests/results"
+	@echo "make families    check every causal language model of transformers, store the result, and write docs/supported-models.md"
 	@echo "make lint        ruff (rules and formatting) and mypy"
 	@echo "make docs        build the documentation in site/; warnings are errors"
 	@echo "make wheel       build the sdist and the wheel in dist/ and check the wheel in a new environment"
@@ -50,6 +51,11 @@ matrix: .venv/stamp
 	@echo "Running the full products of families, strategies, stages and layouts (about 1 hour on 2 cores)"
 	@.venv/bin/python -m pytest $(PYTEST_ARGS) --junitxml build/matrix.xml
 	@.venv/bin/python tests/matrix_result.py build/matrix.xml tests/results
+
+families: .venv/stamp
+	@echo "Checking every causal language model of transformers on two processes (about 15 minutes on 2 cores)"
+	@.venv/bin/python tests/families/sweep.py tests/results/families_$$(date +%F).json
+	@.venv/bin/python tests/families/table.py
 
 lint: .venv/stamp
 	@echo "Checking rules, formatting and types (less than 1 minute)"

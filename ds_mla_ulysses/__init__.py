@@ -25,6 +25,7 @@ _WHERE = {
     "Handle": "hf.handle",
     "LatentKVMLAAttention": "attention.latent_kv",
     "MoBAConfig": "moba.config",
+    "Report": "checking.report",
     "SequenceGroup": "comm.group",
     "Shard": "layout.shard",
     "ShardLayout": "layout.shard",
@@ -34,6 +35,7 @@ _WHERE = {
     "UlyssesMLAAttention": "attention.mla",
     "UlyssesMoBAAttention": "attention.moba",
     "UnsupportedModelError": "hf.families",
+    "check": "checking.run",
     "handle_of": "hf.handle",
     "initialize": "integrations.deepspeed",
     "install": "integrations.install",
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from .attention.mla import UlyssesMLAAttention
     from .attention.moba import UlyssesMoBAAttention
     from .attention.ulysses import UlyssesAttention
+    from .checking.report import Report
+    from .checking.run import check
     from .comm.group import SequenceGroup
     from .comm.traffic import TrafficMeter
     from .hf.families import UnsupportedModelError
