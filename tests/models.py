@@ -132,7 +132,11 @@ def _dense() -> dict[str, dict[str, Any]]:
         "olmoe": dict(num_experts_per_tok=2, num_experts=8),
         "granitemoe": dict(num_experts_per_tok=2, num_local_experts=8),
         "phimoe": dict(  # Phi-3.5-MoE, without the noise on its routers' inputs
-            num_experts_per_tok=2, num_local_experts=8, sliding_window=None, router_jitter_noise=0.0, input_jitter_noise=0.0
+            num_experts_per_tok=2,
+            num_local_experts=8,
+            sliding_window=None,
+            router_jitter_noise=0.0,
+            input_jitter_noise=0.0,
         ),
         "gemma2": slides | dict(head_dim=16, query_pre_attn_scalar=16),  # soft caps of scores
         "gemma3_text": slides | dict(head_dim=16, query_pre_attn_scalar=16),  # Gemma 3: two ropes

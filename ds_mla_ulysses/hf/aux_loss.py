@@ -205,10 +205,9 @@ class AuxLoss:
             self._is_compared = True
             if differing > 0:
                 raise ValueError(
-                    f"the auxiliary loss that the model computes of its local tokens ({float(local_loss):.6g}) is not that "
-                    f"of its router logits with {self._top_k()} experts per token ({float(ours):.6g}), so it cannot be "
-                    "computed over a sequence-parallel group: set output_router_logits=False (TRL: "
-                    "router_aux_loss_coef=0.0)."
+                    "the auxiliary loss that the model computes of its local tokens is not that of its router logits with "
+                    f"{self._top_k()} experts per token, so it cannot be computed over a sequence-parallel group: set "
+                    "output_router_logits=False (TRL: router_aux_loss_coef=0.0)."
                 )
         return loss
 
@@ -268,7 +267,9 @@ def _has_known_form(function: Callable[..., Any]) -> bool:
                 own_gradients = torch.autograd.grad(own, logits)
             except Exception:  # another signature, another result: another form
                 return False
-            weights_N = torch.ones(B * T, dtype=torch.float64, device="cpu") if mask is None else mask.flatten().double()
+            weights_N = (
+                torch.ones(B * T, dtype=torch.float64, device="cpu") if mask is None else mask.flatten().double()
+            )
             ours = RouterSums.of(logits, top_k, weights_N).loss()
             pairs = [(own, ours), *zip(own_gradients, torch.autograd.grad(ours, logits), strict=True)]
             if not all(a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-4, 1e-6) for a, b in pairs):

@@ -286,8 +286,9 @@ def _cut_longest_position(rotary: nn.Module, args: tuple[Any, ...], out: Any) ->
 
 def _modules_around(inner: nn.Module, outer: nn.Module) -> list[nn.Module]:
     """The modules that contain `inner`, from `outer` on."""
-    path = next((name.split(".") for name, module in outer.named_modules() if module is inner and name), [])
-    return [outer.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
+    path = next(name for name, module in outer.named_modules() if module is inner)
+    parents = path.split(".") if path else []
+    return [outer.get_submodule(".".join(parents[:depth])) for depth in range(len(parents))]
 
 
 def _config_of(module: nn.Module) -> Any:
