@@ -39,6 +39,9 @@ DENSE = (
     "phi3",
 )
 
+#: Further families with ordinary heads, for the auxiliary losses of their routers.
+ROUTED = ("qwen2_moe", "olmoe", "granitemoe", "phimoe")
+
 # Attention implementations, measured with transformers 5.24 on a CPU:
 #   sdpa            every family.
 #   eager           every family, but its softmax is in fp32: 1e-5 away from sdpa in fp64 too.
@@ -124,6 +127,17 @@ def _dense() -> dict[str, dict[str, Any]]:
         "qwen3_moe": experts | dict(num_experts=8, head_dim=16),
         "mistral": dict(sliding_window=8),  # Mistral 7B v0.1: every layer slides
         "mixtral": dict(num_experts_per_tok=2, num_local_experts=8, sliding_window=None),
+        "qwen2_moe": experts
+        | dict(num_experts=8, shared_expert_intermediate_size=32, decoder_sparse_step=1, use_sliding_window=False),
+        "olmoe": dict(num_experts_per_tok=2, num_experts=8),
+        "granitemoe": dict(num_experts_per_tok=2, num_local_experts=8),
+        "phimoe": dict(  # Phi-3.5-MoE, without the noise on its routers' inputs
+            num_experts_per_tok=2,
+            num_local_experts=8,
+            sliding_window=None,
+            router_jitter_noise=0.0,
+            input_jitter_noise=0.0,
+        ),
         "gemma2": slides | dict(head_dim=16, query_pre_attn_scalar=16),  # soft caps of scores
         "gemma3_text": slides | dict(head_dim=16, query_pre_attn_scalar=16),  # Gemma 3: two ropes
         "gpt_oss": slides | dict(head_dim=16, num_experts_per_tok=2, num_local_experts=8),  # sinks of each head
@@ -140,9 +154,9 @@ def tiny_config(family: str, heads: int = 4, layers: int = 2, kv_heads: int | No
     """
     from transformers import AutoConfig
 
-    if family not in FAMILIES + DENSE:
-        raise ValueError(f"family is {family!r}, wanted one of {', '.join(FAMILIES + DENSE)}")
-    own = _dense()[family] if family in DENSE else _WIDTHS | _families()[family]
+    if family not in FAMILIES + DENSE + ROUTED:
+        raise ValueError(f"family is {family!r}, wanted one of {', '.join(FAMILIES + DENSE + ROUTED)}")
+    own = _dense()[family] if family in DENSE + ROUTED else _WIDTHS | _families()[family]
     settings = _COMMON | own | dict(num_attention_heads=heads, num_key_value_heads=kv_heads or heads)
     if family == "longcat_flash":
         assert layers % 2 == 0, f"longcat_flash has two attentions per decoder layer, layers is {layers}"

@@ -67,6 +67,7 @@ class Handle:
         self.is_restored = False
         self._engine: Any = None
         self._compared_weights = False
+        patch.aux_loss.gradient_scale = lambda: self.gradient_scale
 
     @property
     def split(self) -> str:
@@ -81,6 +82,25 @@ class Handle:
         """
         wrapper: Any = self.model
         return returns_loss_function(wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper)
+
+    @property
+    def gradient_scale(self) -> float:
+        """By what gradients of `loss` and of `aux_loss` are multiplied: what DeepSpeed divides by, 1 without an engine.
+
+        DeepSpeed divides the loss by the accumulation steps, and the summed gradients by the ranks.
+        """
+        if self._engine is None:
+            return 1.0
+        return float(self._engine.gradient_accumulation_steps() * self.group.size * self.data_size)
+
+    @property
+    def aux_loss_coefficient(self) -> float:
+        """By what the model multiplies its auxiliary loss (`router_aux_loss_coef`).
+
+        Raises:
+            ValueError: the model does not say.
+        """
+        return self._patch.aux_loss.coefficient()
 
     def attach_engine(self, engine: Any) -> None:
         """From here on, gradients of `loss` are multiplied by what this DeepSpeed engine divides them by."""
@@ -143,9 +163,7 @@ class Handle:
                 "micro-batch is not a mean over the step's tokens: pass num_items=handle.num_items(shards) with all "
                 "micro-batches of the step."
             )
-        # DeepSpeed divides the loss by the accumulation steps and the summed gradients by the ranks.
-        scale = steps * self.group.size * self.data_size
-        return sequence_loss(logits, labels, self.group, num_items, scale, check=check)
+        return sequence_loss(logits, labels, self.group, num_items, self.gradient_scale, check=check)
 
     def _compare_weights(self) -> None:
         """Raises ValueError on all ranks if their weights differ, by a few values of each; once. Engines share weights."""

@@ -8,6 +8,7 @@
 | the text model              | forward hooks, which gather the documents; the Handle                                  |
 | its rotary embedding        | forward hooks, if its frequencies depend on the longest position                       |
 | the given model             | a forward pre-hook, which refuses arguments that would be wrong on a shard             |
+| it and the modules between  | forward hooks, which make `aux_loss` of the outputs that of the group                  |
 
 One entry with a name of our own is added to transformers' attention functions and stays there; only patched modules
 name it. A forward is sequence-parallel if it is given a layout (`layout.shard.LAYOUT`). Its `Documents` are then handed
@@ -33,6 +34,7 @@ from ..comm.group import SequenceGroup
 from ..layout.documents import Documents, gather_documents
 from ..layout.shard import LAYOUT
 from .arguments import NotCopied, by_name
+from .aux_loss import AuxLoss
 from .families import AttentionModel, is_mla
 from .inputs import (
     PROBLEM,
@@ -115,6 +117,7 @@ class ModelPatch(NotCopied):
 
     Attributes:
         plain_depth: how many `Handle.plain` blocks are open.
+        aux_loss: what makes the auxiliary losses of routers.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class ModelPatch(NotCopied):
         self._moba_kernels = [kernel for kernel in kernels if isinstance(kernel, MoBAKernel)]
         self._text_signature = inspect.signature(found.text_model.forward)
         self._model_signature = inspect.signature(model.forward)
+        self.aux_loss = AuxLoss(_modules_around(found.text_model, model), found.text_model, group)
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -164,6 +168,9 @@ class ModelPatch(NotCopied):
         add(text_model.register_forward_pre_hook(self._before_text_model, with_kwargs=True).remove)
         add(text_model.register_forward_hook(self._after_text_model, always_call=True).remove)
         add(model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True).remove)
+        for module in self.aux_loss.modules:
+            add(module.register_forward_hook(self._after_module).remove)
+        add(model.register_forward_hook(self._after_model, always_call=True).remove)
         for rotary in text_model.modules():
             if _depends_on_longest(rotary):
                 add(rotary.register_forward_pre_hook(_add_longest_position, with_kwargs=True).remove)
@@ -218,11 +225,13 @@ class ModelPatch(NotCopied):
             )
         layout = kwargs.pop(LAYOUT, None)
         if layout is None:
+            self.aux_loss.end()
             self._refuse_training(args, kwargs)
             return args, kwargs
         given = by_name(self._text_signature, args, kwargs)
         documents, positions_BT = self._gather_documents(text_model, given, layout)
         _RUNNING.set(_Forward(self, documents.longest_position if self.group.size > 1 else None))
+        self.aux_loss.begin(layout, given.get("attention_mask"))
         # transformers hands a four-dimensional mask on as it is, so no mask of S x S or T x T is made.
         no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=positions_BT.device)
         given |= {"position_ids": positions_BT, "attention_mask": no_mask, "use_cache": False, DOCUMENTS: documents}
@@ -254,6 +263,15 @@ class ModelPatch(NotCopied):
 
     def _after_text_model(self, text_model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         _RUNNING.set(None)
+        router_logits = getattr(out, "router_logits", None)
+        if router_logits is not None:
+            self.aux_loss.keep_sums(router_logits)
+
+    def _after_module(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        self.aux_loss.replace(module, out)
+
+    def _after_model(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        self.aux_loss.end()
 
     def _refuse_training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises RuntimeError if a forward without a layout would train on this rank's tokens alone.
@@ -309,6 +327,13 @@ def _is_checkpointing(text_model: nn.Module) -> bool:
 def _autocast_dtype(tokens: Tensor | None) -> torch.dtype | None:
     device = "cpu" if tokens is None else tokens.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _modules_around(inner: nn.Module, outer: nn.Module) -> list[nn.Module]:
+    """The modules that contain `inner`, from `outer` on."""
+    path = next(name for name, module in outer.named_modules() if module is inner)
+    parents = path.split(".") if path else []
+    return [outer.get_submodule(".".join(parents[:depth])) for depth in range(len(parents))]
 
 
 def _config_of(module: nn.Module) -> Any:

@@ -21,7 +21,7 @@ from ..comm.group import SequenceGroup
 from ..hf.families import names_of
 from ..hf.handle import Handle, handle_of
 from ..layout.batch import exchange_batches
-from ..layout.loss import count_items, sequence_loss, sum_of_losses
+from ..layout.loss import count_items, sequence_loss, sum_of_losses, with_value
 from ..layout.shard import LAYOUT, SHIFT_LABELS
 from ..layout.split import in_order
 
@@ -91,7 +91,7 @@ def _sharded_loss(
             )
         # With num_items_in_batch=1, the model's loss is the sum over the local tokens.
         outputs = model(**inputs, labels=shift_labels, shift_labels=shift_labels, num_items_in_batch=1)
-        loss = sum_of_losses(outputs.loss, shift_labels, handle.group, num_items, handle.group.size)
+        loss = sum_of_losses(_local_sum(outputs), shift_labels, handle.group, num_items, handle.group.size)
     else:
         _check_loss(handle)
         outputs = model(**inputs)
@@ -104,13 +104,18 @@ def _sharded_loss(
             epsilon,
             check=handle.checks.due("labels"),
         )
-    if getattr(outputs, "aux_loss", None) is not None:
-        raise ValueError(
-            "the auxiliary loss of routers is not supported under sequence parallelism, where each rank would balance "
-            "its local tokens only: set output_router_logits=False (TRL: router_aux_loss_coef=0.0)."
-        )
-    if num_items is not None and trainer.args.average_tokens_across_devices:
-        loss = loss * handle.data_size  # DeepSpeed averages over data-parallel groups, but num_items is of all of them
+    sums_groups = num_items is not None and trainer.args.average_tokens_across_devices
+    if sums_groups:
+        loss = loss * handle.data_size  # of the mean over data-parallel groups, the sum
+    aux_loss = getattr(outputs, "aux_loss", None)
+    if aux_loss is not None and not epsilon:  # Trainer's label smoother leaves it out
+        # The gradient of outputs.aux_loss has the scale of handle.loss; the one of `loss` here is averaged over ranks.
+        aux_loss = with_value(aux_loss, aux_loss.detach(), handle.group.size / handle.gradient_scale)
+        if inputs.get("fused_lm_head"):  # TRL averages it over micro-batches and groups
+            steps = trainer.current_gradient_accumulation_steps if num_items is not None else 1
+            loss = loss + trainer.router_aux_loss_coef / steps * aux_loss
+        else:  # Trainer sums it, as it does the losses
+            loss = loss + handle.aux_loss_coefficient * (handle.data_size if sums_groups else 1) * aux_loss
     trainer.loss_is_scaled_for_ga = num_items is not None
     return loss, outputs
 
@@ -127,6 +132,18 @@ def _refuse_settings(trainer: Any) -> None:
             "neftune_noise_alpha is not supported under sequence parallelism: the noise would be scaled by the length of "
             "one rank's shard. Leave it out, or train without sequence parallelism."
         )
+
+
+def _local_sum(outputs: Any) -> Tensor:
+    """The sum of the local tokens' losses that a fused kernel has made, without any auxiliary loss."""
+    if outputs.loss is not None:
+        return outputs.loss
+    if getattr(outputs, "log_probs", None) is None:
+        raise ValueError(
+            "the auxiliary loss of routers is not supported with Liger's fused loss under sequence parallelism: switch off "
+            "fused_linear_cross_entropy, or set output_router_logits=False."
+        )
+    return -outputs.log_probs.sum()  # TRL's fused head; ignored tokens are zero
 
 
 def wrap_prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:

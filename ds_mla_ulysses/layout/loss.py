@@ -104,7 +104,13 @@ def sum_of_losses(
 
 def _of_group(local: Tensor, total: Tensor, num_items: int | Tensor, gradient_scale: float) -> Tensor:
     items = torch.as_tensor(num_items, dtype=total.dtype, device=total.device).clamp(min=1)
-    return _WithValue.apply(local / items.to(local.dtype), (total / items).to(local.dtype), gradient_scale)
+    return with_value(local / items.to(local.dtype), (total / items).to(local.dtype), gradient_scale)
+
+
+def with_value(share: Tensor, value: Tensor, gradient_scale: float) -> Tensor:
+    """The value, whose gradient goes to `share`, multiplied by gradient_scale."""
+    result: Tensor = _WithValue.apply(share, value, gradient_scale)
+    return result
 
 
 class _WithValue(torch.autograd.Function):

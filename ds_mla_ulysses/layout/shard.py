@@ -29,22 +29,25 @@ class ShardLayout:
         ranks: the size of the sequence-parallel group.
         rank: the rank in the group that the shard belongs to.
         length: tokens of the whole sequence, with the padding that makes it divisible.
+        tokens: tokens of the whole sequence without that padding; the same as length if it is not given.
     """
 
     # Not a dataclass, whose fields torch.compile would guard on: that is one graph for each length.
-    __slots__ = ("kind", "length", "rank", "ranks")
+    __slots__ = ("kind", "length", "rank", "ranks", "tokens")
 
     kind: str
     ranks: int
     rank: int
     length: int
+    tokens: int
 
-    def __init__(self, kind: str, ranks: int, rank: int, length: int) -> None:
-        for name, value in (("kind", kind), ("ranks", ranks), ("rank", rank), ("length", length)):
+    def __init__(self, kind: str, ranks: int, rank: int, length: int, tokens: int | None = None) -> None:
+        values = {"kind": kind, "ranks": ranks, "rank": rank, "length": length}
+        for name, value in {**values, "tokens": length if tokens is None else tokens}.items():
             object.__setattr__(self, name, value)
 
-    def _values(self) -> tuple[str, int, int, int]:
-        return self.kind, self.ranks, self.rank, self.length
+    def _values(self) -> tuple[str, int, int, int, int]:
+        return self.kind, self.ranks, self.rank, self.length, self.tokens
 
     def to(self, *_: Any, **__: Any) -> ShardLayout:
         """Returns the layout itself: it is on every device."""
@@ -64,7 +67,7 @@ class ShardLayout:
     def __hash__(self) -> int:
         return hash(self._values())
 
-    def __reduce__(self) -> tuple[type[ShardLayout], tuple[str, int, int, int]]:
+    def __reduce__(self) -> tuple[type[ShardLayout], tuple[str, int, int, int, int]]:
         return ShardLayout, self._values()
 
     def __copy__(self) -> ShardLayout:
@@ -74,7 +77,10 @@ class ShardLayout:
         return self
 
     def __repr__(self) -> str:
-        return f"ShardLayout(kind={self.kind!r}, ranks={self.ranks}, rank={self.rank}, length={self.length})"
+        return (
+            f"ShardLayout(kind={self.kind!r}, ranks={self.ranks}, rank={self.rank}, length={self.length}, "
+            f"tokens={self.tokens})"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,6 @@
 """PEFT, Liger and TRL on top of sequence-parallel training."""
 
+import dataclasses
 import functools
 import shutil
 import subprocess
@@ -144,7 +145,8 @@ def sft(run, world, **config):
     before = parameters(trainer.model)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    metrics = [{k: entry[k] for k in ("entropy", "mean_token_accuracy", "num_tokens")} for entry in logs]
+    names = ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss")
+    metrics = [{name: entry[name] for name in names if name in entry} for entry in logs]
     return result(trainer, before) | {"metrics": metrics}
 
 
@@ -186,4 +188,25 @@ def test_sft_with_lora():
     with fresh_state():
         want = sft(run, 0, **config)
     for answer in run_ranks(2, sft_on_rank, run, config):
+        assert_equal(answer, want)
+
+
+@pytest.mark.parametrize("accumulation,packing", [(1, False), (2, False), (2, True)])
+def test_sft_with_auxiliary_losses(accumulation, packing):
+    """TRL averages them over micro-batches, where Trainer sums them."""
+    run = Run("qwen3_moe", batch=1 if packing else 2, args=(("gradient_accumulation_steps", accumulation),))
+    config = dict(packing=packing, padding_free=packing, router_aux_loss_coef=1.0)
+    with fresh_state():
+        want = sft(run, 0, **config)
+    for answer in run_ranks(2, sft_on_rank, run, config):
+        assert_equal(answer, want)
+        for got, wanted in zip(answer["metrics"], want["metrics"], strict=True):
+            assert got["aux_loss"] == pytest.approx(wanted["aux_loss"], rel=1e-4)
+
+
+def test_sft_with_auxiliary_losses_of_two_groups():
+    run = Run("qwen3_moe", stage=3, args=(("gradient_accumulation_steps", 2),))
+    with fresh_state():
+        want = sft(dataclasses.replace(run, args=(("gradient_accumulation_steps", 4),)), 0, router_aux_loss_coef=1.0)
+    for answer in run_ranks(4, sft_on_rank, run, dict(router_aux_loss_coef=1.0)):
         assert_equal(answer, want)

@@ -1,12 +1,13 @@
 """Trainer over ranks equals one process: losses, gradient norms, updates."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
 import pytest
 import torch
 from rank_pool import raises_on_ranks
-from trainer_runs import Run, equals_one_process, over_ranks, reference, samples, sharded
+from trainer_runs import Collate, Run, assert_equal, equals_one_process, over_ranks, reference, samples, sharded
 
 
 @pytest.mark.parametrize("size,clip", [(2, 0.0), (4, 0.5), (4, 0.0)])
@@ -138,11 +139,41 @@ def test_batches_without_labels_are_refused():
 
 def routers(model):
     model.config.output_router_logits = True
+    model.router_aux_loss_coef = 1.0  # as large as the cross entropy, so that a wrong scale shows
     return model
 
 
-def test_auxiliary_losses_are_refused():
-    raises_on_ranks(2, ValueError, "auxiliary loss of routers", sharded, Run("qwen3_moe", prepare=routers))
+def padded_left():
+    return {"data_collator": Collate("left")}
+
+
+ROUTED = Run("qwen3_moe", prepare=routers)
+
+
+@pytest.mark.parametrize(
+    "stage,accumulation,trainer", [(2, 1, None), (2, 2, padded_left), (3, 1, padded_left), (3, 2, None)]
+)
+def test_auxiliary_losses(stage, accumulation, trainer):
+    args = (("gradient_accumulation_steps", accumulation),)
+    equals_one_process(2, dataclasses.replace(ROUTED, stage=stage, args=args, trainer=trainer))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_auxiliary_losses_of_data_parallel_groups_add_up(stage):
+    """As in Trainer under data parallelism; and as in one process, whose micro-batches are those of all groups."""
+    got = over_ranks(4, dataclasses.replace(ROUTED, stage=stage, args=(("gradient_accumulation_steps", 2),)))
+    want = reference(dataclasses.replace(ROUTED, args=(("gradient_accumulation_steps", 4),)))
+    for answer in got:
+        assert_equal(answer, want)
+
+
+def test_auxiliary_losses_count():
+    losses = [reference(run)["losses"] for run in (ROUTED, dataclasses.replace(ROUTED, prepare=None))]
+    assert losses[0][0] > losses[1][0] + 1
+
+
+def test_label_smoothing_leaves_auxiliary_losses_out():
+    equals_one_process(2, dataclasses.replace(ROUTED, args=(("label_smoothing_factor", 0.2),)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
