@@ -39,7 +39,7 @@ class TrafficMeter:
 
     These are not counted: collectives of DeepSpeed and Accelerate (gradients, parameters, metrics), the creation of process
     groups, the measurements of `strategy="auto"` with the broadcast of their result (in `planner/auto.py`), and the
-    comparison that `--verify` of the examples makes (in `verify.py`).
+    comparisons that `--verify` of the examples and `ds-mla-ulysses check` make (in `verify.py` and `checking/`).
     """
 
     def __init__(self) -> None:
