@@ -150,7 +150,9 @@ def padded_left():
 ROUTED = Run("qwen3_moe", prepare=routers)
 
 
-@pytest.mark.parametrize("stage,accumulation,trainer", [(2, 1, None), (2, 2, padded_left), (3, 1, padded_left), (3, 2, None)])
+@pytest.mark.parametrize(
+    "stage,accumulation,trainer", [(2, 1, None), (2, 2, padded_left), (3, 1, padded_left), (3, 2, None)]
+)
 def test_auxiliary_losses(stage, accumulation, trainer):
     args = (("gradient_accumulation_steps", accumulation),)
     equals_one_process(2, dataclasses.replace(ROUTED, stage=stage, args=args, trainer=trainer))
@@ -163,6 +165,11 @@ def test_auxiliary_losses_of_data_parallel_groups_add_up(stage):
     want = reference(dataclasses.replace(ROUTED, args=(("gradient_accumulation_steps", 4),)))
     for answer in got:
         assert_equal(answer, want)
+
+
+def test_auxiliary_losses_of_a_compiled_model():
+    args = (("torch_compile", True), ("torch_compile_backend", "aot_eager"))
+    equals_one_process(2, dataclasses.replace(ROUTED, args=args, steps=1))
 
 
 def test_auxiliary_losses_count():
