@@ -139,6 +139,11 @@ class Handle:
         `initialize`, the gradient is multiplied by what DeepSpeed divides by, so that its update is the one-process
         update.
 
+        An auxiliary loss of routers is not part of it. `aux_loss` of a sequence-parallel forward's outputs is that of this
+        micro-batch of the group, with a gradient of the same scale:
+        `handle.loss(out.logits, shard) + model.router_aux_loss_coef * out.aux_loss`. Over micro-batches and data-parallel
+        groups these terms add up.
+
         Raises:
             RuntimeError: the handle was restored.
             TypeError: shard is not a shard.

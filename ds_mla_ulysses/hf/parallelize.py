@@ -66,7 +66,8 @@ def parallelize(
             `ds_mla_ulysses/hf/checks.py` says what each costs. "first" runs each of them once.
 
     Returns:
-        the Handle. A forward is sequence-parallel if it gets a shard (`handle.shard`).
+        the Handle. A forward is sequence-parallel if it gets a shard (`handle.shard`). The `aux_loss` of its outputs, if
+        the model makes one, is that of the group.
 
     Raises:
         UnsupportedModelError: the model would be silently wrong; the message says what to do instead.

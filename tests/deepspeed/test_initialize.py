@@ -31,7 +31,7 @@ def micro_batches(step, data_size, accumulation):
     return rows
 
 
-def plain_steps(family, steps, data_size, accumulation, clip):
+def plain_steps(family, steps, data_size, accumulation, clip, aux=0.0):
     """Losses and parameters of one process; its gradient norms before clipping."""
     model = tiny_model(family, torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -41,7 +41,12 @@ def plain_steps(family, steps, data_size, accumulation, clip):
         items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
         total = 0.0
         for batch in batches:
-            loss = token_loss(model(input_ids=batch["input_ids"], use_cache=False).logits, batch["labels"], items)
+            out = model(
+                input_ids=batch["input_ids"], use_cache=False, **({"output_router_logits": True} if aux else {})
+            )
+            loss = token_loss(out.logits, batch["labels"], items)
+            if aux:
+                loss = loss + aux * out.aux_loss
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -57,7 +62,7 @@ def full_parameters(model, stage):
     return {n: (safe_get_full_fp32_param(p) if stage == 3 else p.detach()) for n, p in model.named_parameters()}
 
 
-def engine_steps(model, handle, config, steps, accumulation):
+def engine_steps(model, handle, config, steps, accumulation, aux=0.0):
     import torch.distributed as dist
 
     import ds_mla_ulysses as dmu
@@ -70,7 +75,10 @@ def engine_steps(model, handle, config, steps, accumulation):
         num_items = handle.num_items(shards)
         total = torch.zeros(())
         for shard in shards:
-            loss = handle.loss(engine(**shard.inputs).logits, shard, num_items=num_items)
+            out = engine(**shard.inputs, **({"output_router_logits": True} if aux else {}))
+            loss = handle.loss(out.logits, shard, num_items=num_items)
+            if aux:
+                loss = loss + aux * out.aux_loss
             engine.backward(loss)
             engine.step()
             total += loss.detach()
@@ -81,17 +89,17 @@ def engine_steps(model, handle, config, steps, accumulation):
     return engine, losses, norms
 
 
-def compare_update(family, sp_size, stage, clip, reduce_scatter, steps=3, accumulation=2, **way):
+def compare_update(family, sp_size, stage, clip, reduce_scatter, steps=3, accumulation=2, aux=0.0, **way):
     import ds_mla_ulysses as dmu
 
     model = tiny_model(family, torch.float32)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     handle = dmu.parallelize(model, sp_size=sp_size, **way)
     config = engine_config(stage, clip, accumulation, reduce_scatter)
-    engine, losses, norms = engine_steps(model, handle, config, steps, accumulation)
+    engine, losses, norms = engine_steps(model, handle, config, steps, accumulation, aux)
     got = full_parameters(model, stage)
     engine.destroy()
-    want_losses, want_norms, want = plain_steps(family, steps, handle.data_size, accumulation, clip)
+    want_losses, want_norms, want = plain_steps(family, steps, handle.data_size, accumulation, clip, aux)
     assert losses == pytest.approx(want_losses, rel=1e-5)
     if stage:  # stage 0 in fp32 reports no norm
         assert norms == pytest.approx(want_norms, rel=1e-4)
@@ -101,6 +109,13 @@ def compare_update(family, sp_size, stage, clip, reduce_scatter, steps=3, accumu
         # Next to what the steps changed, which a wrong scale would show at any learning rate.
         assert error <= 1e-3 * (expected - start[name]).norm() + 1e-6 * expected.norm(), name
     return {name: float(p.double().sum()) for name, p in got.items()}
+
+
+@pytest.mark.parametrize("size,stage", [(2, 2), (4, 3)])
+def test_auxiliary_losses_of_routers(size, stage):
+    """Lengths of 17 tokens, two micro-batches, and two data-parallel groups on 4 ranks."""
+    sums = run_ranks(size, compare_update, "qwen3_moe", 2, stage, 0.0, True, aux=1.0)
+    assert all(other == sums[0] for other in sums)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])

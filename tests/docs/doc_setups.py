@@ -208,6 +208,16 @@ def with_batch(_: Path) -> Iterator[Names]:
 
 
 @contextlib.contextmanager
+def aux_loss(_: Path) -> Iterator[Names]:
+    batch = random_batch(2, 17)
+    with _parallel(tiny_model("qwen3_moe"), batch=batch) as names:
+        yield names
+        plain = tiny_model("qwen3_moe")
+        want = plain(**batch, output_router_logits=True).loss.item()
+        assert abs(names["loss"].item() - want) < 1e-6 * want
+
+
+@contextlib.contextmanager
 def without_engine(_: Path) -> Iterator[Names]:
     names = _names(model=tiny_model("llama"), batches=[random_batch(1, 17, seed) for seed in range(2)])
     yield names
@@ -453,6 +463,7 @@ SETUPS: dict[str, Setup] = {
     "accelerate_documented": accelerate_documented,
     "attention": attention,
     "auto": parallelizes,
+    "aux_loss": aux_loss,
     "check_tag": check_tag,
     "compute_loss": compute_loss,
     "head_tail": parallelizes,

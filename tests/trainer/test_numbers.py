@@ -167,6 +167,11 @@ def test_auxiliary_losses_of_data_parallel_groups_add_up(stage):
         assert_equal(answer, want)
 
 
+def test_auxiliary_losses_of_a_compiled_model():
+    args = (("torch_compile", True), ("torch_compile_backend", "aot_eager"))
+    equals_one_process(2, dataclasses.replace(ROUTED, args=args, steps=1))
+
+
 def test_auxiliary_losses_count():
     losses = [reference(run)["losses"] for run in (ROUTED, dataclasses.replace(ROUTED, prepare=None))]
     assert losses[0][0] > losses[1][0] + 1
