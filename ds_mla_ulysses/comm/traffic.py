@@ -39,7 +39,8 @@ class TrafficMeter:
 
     These are not counted: collectives of DeepSpeed and Accelerate (gradients, parameters, metrics), the creation of process
     groups, the measurements of `strategy="auto"` with the broadcast of their result (in `planner/auto.py`), and the
-    comparisons that `--verify` of the examples and `ds-mla-ulysses check` make (in `verify.py` and `checking/`).
+    comparisons that `--verify` of the examples and `ds-mla-ulysses check` make (in `verify.py` and
+    `checking/compare.py`).
     """
 
     def __init__(self) -> None:

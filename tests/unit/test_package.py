@@ -168,7 +168,7 @@ def collectives_called(source):
 
 @FILES
 def test_collectives_are_called_in_one_place(path):
-    """`comm` counts them. The docstring of `TrafficMeter` names the two other files."""
+    """`comm` counts them. The docstring of `TrafficMeter` names the other files."""
     found = collectives_called(path.read_text())
     name = str(path.relative_to(PACKAGE))
     if name in ("planner/auto.py", "verify.py", "checking/compare.py"):
