@@ -82,6 +82,7 @@ def find_attention(model: nn.Module) -> AttentionModel:
     text_model, layers, seen = _find_layers(name, model)
     _refuse_encoder_decoder(name, text_model)
     _refuse_linear_attention(name, text_model)
+    _refuse_indexers(name, text_model)
     _refuse_layer_types(name, text_model)
     _refuse_bidirectional(name, text_model)
     _refuse_fused_attention(name, text_model, layers)
@@ -188,9 +189,20 @@ def _refuse_linear_attention(name: str, text_model: Any) -> None:
         )
 
 
+def _refuse_indexers(name: str, text_model: nn.Module) -> None:
+    """Refuses layers that choose keys by scores; a layer without an indexer may reuse the choice of another."""
+    for module in text_model.modules():
+        if getattr(module, "indexer", None) is not None or (is_mla(module) and hasattr(module, "skip_topk")):
+            raise UnsupportedModelError(
+                f"{name}: {type(module).__name__} selects keys with a sparse indexer, which is built on the local length and "
+                "would choose among one rank's tokens: use a model with dense attention, or train it without sequence "
+                "parallelism."
+            )
+
+
 def _refuse_layer_types(name: str, text_model: Any) -> None:
     others = sorted(_layer_types(text_model) - _LAYER_TYPES)
-    if others and not any(hasattr(m, "indexer") for m in text_model.modules()):
+    if others:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(others)}, whose masks are not followed by this package (only "
             f"{' and '.join(sorted(_LAYER_TYPES))} are): {_ALONE}."
@@ -311,17 +323,8 @@ def _refuse_what_is_lost(name: str, layer: nn.Module, calls: Sequence[AttentionC
 
 
 def _refuse_mla_layer(name: str, layer: nn.Module, calls: Sequence[AttentionCall]) -> None:
-    _refuse_indexer(name, layer)
     _refuse_other_expansion(name, layer, calls)
     _refuse_mla_widths(name, layer)
-
-
-def _refuse_indexer(name: str, layer: nn.Module) -> None:
-    if getattr(layer, "indexer", None) is not None or hasattr(layer, "skip_topk"):
-        raise UnsupportedModelError(
-            f"{name} selects keys with a sparse indexer, which is built on the local length and would choose among one "
-            "rank's tokens: use a dense MLA model, or train it without sequence parallelism."
-        )
 
 
 def _refuse_other_expansion(name: str, layer: nn.Module, calls: Sequence[AttentionCall]) -> None:
