@@ -93,6 +93,7 @@ def find_attention(model: nn.Module) -> AttentionModel:
         check(f"{name}: {type(layer).__name__}", layer, calls)
         _refuse_what_is_lost(name, layer, calls)
     _refuse_masks(name, text_model, seen)
+    _refuse_counted_positions(name, text_model, seen)
     return AttentionModel(text_model, tuple(layers), text_model.config.model_type)
 
 
@@ -226,6 +227,22 @@ def _refuse_masks(name: str, text_model: nn.Module, seen: Probe | None) -> None:
             raise UnsupportedModelError(_other_masks(name, ", ".join(sorted(words - _MASKS))))
     elif not all(mask.is_known for mask in seen.masks):
         raise UnsupportedModelError(_other_masks(name, "its masks answer otherwise"))
+
+
+def _refuse_counted_positions(name: str, text_model: nn.Module, seen: Probe | None) -> None:
+    """Refuses text models that number the tokens themselves; those without any positions are right."""
+    counts = _lacks_position_ids(text_model) if seen is None else seen.counts_positions
+    if counts:
+        raise UnsupportedModelError(
+            f"{name} does not use the position_ids that it is given and counts positions itself, so they would restart at 0 "
+            f"on every rank: {_ALONE}."
+        )
+
+
+def _lacks_position_ids(text_model: Any) -> bool:
+    """Whether the forward takes tokens by name but not their positions, by its signature."""
+    parameters = inspect.signature(vars(text_model).get("_old_forward", text_model.forward)).parameters
+    return "input_ids" in parameters and "position_ids" not in parameters
 
 
 def _other_masks(name: str, what: str) -> str:
