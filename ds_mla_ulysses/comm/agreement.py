@@ -5,6 +5,7 @@
 | gather_numbers | as many integers from every rank      | one all-gather; no wait for an accelerator if the group has a CPU backend |
 | gather_objects | picklable values of different sizes   | two all-gathers; the values are pickled                           |
 | all_reduce     | one tensor, reduced in place          | one all-reduce                                                    |
+| raise_everywhere | the problem of any rank             | that of gather_objects                                            |
 | sum_gradients  | the gradients of parameters           | an all-reduce for each, and one that says which there are          |
 """
 
@@ -80,8 +81,32 @@ def _record_all_reduce(x: Tensor, group: SequenceGroup, direction: str) -> None:
     traffic.record("all_reduce", direction, 2 * x.nbytes * (group.size - 1) // group.size)
 
 
-def raise_first(problems: Sequence[str | None]) -> None:
-    """Raises ValueError with the problem of the first rank that has one."""
+#: What a problem says of itself to other ranks: the class of its exception and the text.
+Report = tuple[type[Exception], str]
+
+
+def report_of(problem: Exception | None) -> Report | None:
+    """What other ranks are told of a problem. Foreign classes of exceptions become the builtin ones that they derive from."""
+    if problem is None:
+        return None
+    builtin = (ValueError, TypeError, RuntimeError)
+    for kind in type(problem).__mro__:
+        if kind in builtin or kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            return kind, str(problem)
+    return RuntimeError, f"{type(problem).__name__}: {problem}"
+
+
+def raise_everywhere(problem: Exception | None, group: SequenceGroup) -> None:
+    """Raises the problem of this rank, or the first one of another rank. A collective: every rank calls it."""
+    reports = gather_objects(group, report_of(problem))
+    if problem is not None:
+        raise problem
+    raise_first(reports)
+
+
+def raise_first(problems: Sequence[Report | str | None]) -> None:
+    """Raises the problem of the first rank that has one; a text is a ValueError."""
     for rank, problem in enumerate(problems):
         if problem is not None:
-            raise ValueError(problem if len(problems) == 1 else f"rank {rank} of the group: {problem}")
+            kind, text = (ValueError, problem) if isinstance(problem, str) else problem
+            raise kind(text if len(problems) == 1 else f"rank {rank} of the group: {text}")

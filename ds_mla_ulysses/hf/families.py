@@ -82,6 +82,7 @@ def find_attention(model: nn.Module) -> AttentionModel:
     text_model, layers, seen = _find_layers(name, model)
     _refuse_encoder_decoder(name, text_model)
     _refuse_linear_attention(name, text_model)
+    _refuse_indexers(name, text_model)
     _refuse_layer_types(name, text_model)
     _refuse_bidirectional(name, text_model)
     _refuse_fused_attention(name, text_model, layers)
@@ -92,6 +93,7 @@ def find_attention(model: nn.Module) -> AttentionModel:
         check(f"{name}: {type(layer).__name__}", layer, calls)
         _refuse_what_is_lost(name, layer, calls)
     _refuse_masks(name, text_model, seen)
+    _refuse_counted_positions(name, text_model, seen)
     return AttentionModel(text_model, tuple(layers), text_model.config.model_type)
 
 
@@ -188,9 +190,20 @@ def _refuse_linear_attention(name: str, text_model: Any) -> None:
         )
 
 
+def _refuse_indexers(name: str, text_model: nn.Module) -> None:
+    """Refuses layers that choose keys by scores; a layer without an indexer may reuse the choice of another."""
+    for module in text_model.modules():
+        if getattr(module, "indexer", None) is not None or (is_mla(module) and hasattr(module, "skip_topk")):
+            raise UnsupportedModelError(
+                f"{name}: {type(module).__name__} selects keys with a sparse indexer, which is built on the local length and "
+                "would choose among one rank's tokens: use a model with dense attention, or train it without sequence "
+                "parallelism."
+            )
+
+
 def _refuse_layer_types(name: str, text_model: Any) -> None:
     others = sorted(_layer_types(text_model) - _LAYER_TYPES)
-    if others and not any(hasattr(m, "indexer") for m in text_model.modules()):
+    if others:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(others)}, whose masks are not followed by this package (only "
             f"{' and '.join(sorted(_LAYER_TYPES))} are): {_ALONE}."
@@ -214,6 +227,22 @@ def _refuse_masks(name: str, text_model: nn.Module, seen: Probe | None) -> None:
             raise UnsupportedModelError(_other_masks(name, ", ".join(sorted(words - _MASKS))))
     elif not all(mask.is_known for mask in seen.masks):
         raise UnsupportedModelError(_other_masks(name, "its masks answer otherwise"))
+
+
+def _refuse_counted_positions(name: str, text_model: nn.Module, seen: Probe | None) -> None:
+    """Refuses text models that number the tokens themselves; those without any positions are right."""
+    counts = _lacks_position_ids(text_model) if seen is None else seen.counts_positions
+    if counts:
+        raise UnsupportedModelError(
+            f"{name} does not use the position_ids that it is given and counts positions itself, so they would restart at 0 "
+            f"on every rank: {_ALONE}."
+        )
+
+
+def _lacks_position_ids(text_model: Any) -> bool:
+    """Whether the forward takes tokens by name but not their positions, by its signature."""
+    parameters = inspect.signature(vars(text_model).get("_old_forward", text_model.forward)).parameters
+    return "input_ids" in parameters and "position_ids" not in parameters
 
 
 def _other_masks(name: str, what: str) -> str:
@@ -311,17 +340,8 @@ def _refuse_what_is_lost(name: str, layer: nn.Module, calls: Sequence[AttentionC
 
 
 def _refuse_mla_layer(name: str, layer: nn.Module, calls: Sequence[AttentionCall]) -> None:
-    _refuse_indexer(name, layer)
     _refuse_other_expansion(name, layer, calls)
     _refuse_mla_widths(name, layer)
-
-
-def _refuse_indexer(name: str, layer: nn.Module) -> None:
-    if getattr(layer, "indexer", None) is not None or hasattr(layer, "skip_topk"):
-        raise UnsupportedModelError(
-            f"{name} selects keys with a sparse indexer, which is built on the local length and would choose among one "
-            "rank's tokens: use a dense MLA model, or train it without sequence parallelism."
-        )
 
 
 def _refuse_other_expansion(name: str, layer: nn.Module, calls: Sequence[AttentionCall]) -> None:

@@ -146,29 +146,38 @@ class Handle:
 
         Raises:
             RuntimeError: the handle was restored.
-            TypeError: shard is not a shard.
-            ValueError: logits and labels do not fit each other, there are no labels, or num_items is missing; on all
-                ranks: labels outside the vocabulary, num_items or (without an engine, at the first loss) weights that
-                differ between ranks.
+            TypeError: shard is not a shard, or logits or num_items has another type. On all ranks with `checks` that are
+                due, as the next ones.
+            ValueError: logits and labels do not fit each other, there are no labels, or num_items is missing; labels
+                outside the vocabulary; num_items or (without an engine, at the first loss) weights that differ between
+                ranks.
         """
         if self.is_restored:
             raise RuntimeError(
                 "handle.restore() was called: the model attends to one rank's tokens only, so this loss would be wrong. "
                 "Call parallelize again."
             )
-        labels, check = labels_of(shard), self.checks.due("labels")
-        if self._engine is None:
-            if torch.is_grad_enabled() and not self._compared_weights and self.checks.policy != "never":
-                self._compare_weights()
-            return sequence_loss(logits, labels, self.group, num_items, check=check)
-        steps = self._engine.gradient_accumulation_steps()
-        if num_items is None and torch.is_grad_enabled() and (steps > 1 or self.data_size > 1):
-            raise ValueError(
+        labels, problem = self._labels_of(shard, num_items)
+        check, compares = self.checks.due("labels"), self._engine is None and self.checks.policy != "never"
+        if compares and torch.is_grad_enabled() and not self._compared_weights:
+            self._compare_weights()
+        scale = self.gradient_scale
+        return sequence_loss(logits, labels, self.group, num_items, scale, check=check, problem=problem)
+
+    def _labels_of(self, shard: Any, num_items: Any) -> tuple[Any, Exception | None]:
+        """The labels of a shard, or why there is no loss of it."""
+        steps = self._engine.gradient_accumulation_steps() if self._engine is not None else 1
+        is_of_step = steps == 1 and (self._engine is None or self.data_size == 1)
+        if num_items is None and torch.is_grad_enabled() and not is_of_step:
+            return None, ValueError(
                 f"with gradient_accumulation_steps={steps} and {self.data_size} data-parallel groups a mean over one "
                 "micro-batch is not a mean over the step's tokens: pass num_items=handle.num_items(shards) with all "
                 "micro-batches of the step."
             )
-        return sequence_loss(logits, labels, self.group, num_items, self.gradient_scale, check=check)
+        try:
+            return labels_of(shard), None
+        except (TypeError, ValueError) as error:
+            return None, error
 
     def _compare_weights(self) -> None:
         """Raises ValueError on all ranks if their weights differ, by a few values of each; once. Engines share weights."""
@@ -193,9 +202,17 @@ class Handle:
         """The number of supervised tokens of an optimizer step, over its micro-batches and over all ranks.
 
         This is a collective of the whole world: every rank calls it, with its shards of all micro-batches.
+
+        Raises:
+            TypeError, ValueError: on all ranks, if one of them has something that is not a shard or has no labels.
         """
         everyone = SequenceGroup.of(dist.group.WORLD) if self.data_size > 1 else self.group
-        return count_items([labels_of(shard) for shard in shards], everyone)
+        labels, problem = [], None
+        try:
+            labels = [labels_of(shard) for shard in shards]
+        except (TypeError, ValueError) as error:
+            problem = error
+        return count_items(labels, everyone, problem)
 
     def check_loss(self, loss: Any) -> None:
         """Refuses the loss of one rank's tokens, whose gradients would have another scale than that of the group.

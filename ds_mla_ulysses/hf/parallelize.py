@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.agreement import gather_objects, raise_first
+from ..comm.agreement import gather_objects, raise_first, report_of
 from ..comm.group import SequenceGroup, split_world
 from ..planner.auto import Auto
 from .checks import Checks
@@ -75,34 +75,30 @@ def parallelize(
             between ranks.
         TypeError: sp_size or head_chunks is not an int.
         RuntimeError: the model is parallelized already.
+
+        Each of them is raised on all ranks, also if only one rank has the problem.
     """
-    auto = check_strategy(strategy, split, head_chunks)
-    policy = Checks(checks)
-    if sp_size is not None and type(sp_size) is not int:
-        raise TypeError(f"sp_size must be an int, got {sp_size!r}.")
-    if sp_size is not None and sp_size < 1:
-        raise ValueError(f"sp_size must be a positive number of ranks, got {sp_size!r}.")
-    if sp_size is not None and group is not None:
-        raise ValueError("give sp_size or group, not both.")
-    if is_patched(model):
-        raise RuntimeError("the model is parallelized already: call restore() of its handle first.")
-    found = find_attention(model)
-    _warn_if_untested(model, found)
-    kernels = [kernel_of(layer, layer.config) for layer in found.layers]
+    settings: dict[str, Any] = {
+        "strategy": strategy,
+        "split": split,
+        "head_chunks": head_chunks,
+        "checks": checks,
+        "sp_size": sp_size,
+        "a group was given": group is not None,
+    }
+    problem: Exception | None = None
+    try:
+        auto, policy = _check_settings(model, **settings)
+        found = find_attention(model)
+        kernels = [kernel_of(layer, layer.config) for layer in found.layers]
+        settings |= {"strategy": auto or strategy} | _facts_of(model, found)
+    except Exception as error:  # whatever it is, the other ranks wait for this one
+        problem = error
+        if not dist.is_initialized() and not _has_launcher():
+            raise
     _init_distributed()
-    _check_alike(
-        {
-            "strategy": auto or strategy,
-            "split": split,
-            "head_chunks": head_chunks,
-            "checks": checks,
-            "sp_size": sp_size,
-            "a group was given": group is not None,
-            "the attention layers": ", ".join(sorted({type(layer).__name__ for layer in found.layers})),
-            "the number of attention layers": len(found.layers),
-            "the names, widths or kinds of parameters (by a checksum)": _checksum_of_parameters(model),
-        }
-    )
+    _check_alike(problem, settings)
+    _warn_if_untested(model, found)
     sequence_group, data_rank, data_size = _groups(sp_size, group)
     sequence_group = sequence_group.with_split(split)
     why = "asked for"
@@ -119,6 +115,30 @@ def parallelize(
     handle = Handle(patch, data_rank=data_rank, data_size=data_size, why=why, checks=policy)
     patch.apply(**{HANDLE: handle})
     return handle
+
+
+def _check_settings(model: nn.Module, **settings: Any) -> tuple[Auto | None, Checks]:
+    """Refuses arguments of `parallelize` that are wrong for every model, and a model that is parallelized already."""
+    auto = check_strategy(settings["strategy"], settings["split"], settings["head_chunks"])
+    policy, sp_size = Checks(settings["checks"]), settings["sp_size"]
+    if sp_size is not None and type(sp_size) is not int:
+        raise TypeError(f"sp_size must be an int, got {sp_size!r}.")
+    if sp_size is not None and sp_size < 1:
+        raise ValueError(f"sp_size must be a positive number of ranks, got {sp_size!r}.")
+    if sp_size is not None and settings["a group was given"]:
+        raise ValueError("give sp_size or group, not both.")
+    if is_patched(model):
+        raise RuntimeError("the model is parallelized already: call restore() of its handle first.")
+    return auto, policy
+
+
+def _facts_of(model: nn.Module, found: AttentionModel) -> dict[str, Any]:
+    """What has to be alike on all ranks of a model."""
+    return {
+        "the attention layers": ", ".join(sorted({type(layer).__name__ for layer in found.layers})),
+        "the number of attention layers": len(found.layers),
+        "the names, widths or kinds of parameters (by a checksum)": _checksum_of_parameters(model),
+    }
 
 
 def _warn_if_untested(model: nn.Module, found: AttentionModel) -> None:
@@ -139,22 +159,35 @@ def _checksum_of_parameters(model: nn.Module) -> int:
     return zlib.crc32(repr(of_parameters).encode())
 
 
+def _has_launcher() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def _init_distributed() -> None:
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if _has_launcher():
         dist.init_process_group(backend)
     else:  # started without a launcher: a world of one
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _check_alike(settings: dict[str, Any]) -> None:
-    """Refuses settings that differ between ranks: their collectives would wait for each other forever."""
-    answers = gather_objects(SequenceGroup.of(dist.group.WORLD), tuple(settings.values()))
-    for name, values in zip(settings, zip(*answers, strict=True), strict=True):
+def _check_alike(problem: Exception | None, settings: dict[str, Any]) -> None:
+    """Refuses settings that differ between ranks: their collectives would wait for each other forever.
+
+    Args:
+        problem: why this rank cannot parallelize its model; it is raised on all ranks.
+    """
+    mine = None if problem is not None else tuple(settings.values())
+    answers = gather_objects(SequenceGroup.of(dist.group.WORLD), (report_of(problem), mine))
+    if problem is not None:
+        raise problem
+    raise_first([report for report, _ in answers])
+    of_ranks = zip(*(values for _, values in answers), strict=True)
+    for name, values in zip(settings, of_ranks, strict=True):
         if len(set(values)) > 1:
             raise ValueError(f"parallelize has to be called alike on all ranks; {name}, rank by rank: {list(values)}.")
 

@@ -74,9 +74,12 @@ class Probe:
 
     Attributes:
         masks: all masks that the text model made by transformers' mask functions.
+        counts_positions: whether queries or keys were computed from positions that the model counts itself, and none from
+            the given position_ids.
     """
 
     masks: tuple[Mask, ...]
+    counts_positions: bool
     _calls: dict[_Kind, list[AttentionCall]]
 
     def calls_of(self, layer: nn.Module) -> list[AttentionCall]:
@@ -96,11 +99,14 @@ def probe(text_model: nn.Module) -> Probe | None:
     from .latent_forward import DOCUMENTS  # which imports the families, which import this file
 
     def run(model: nn.Module, recorder: _Recorder) -> Probe:
-        _forward(model, {DOCUMENTS: recorder.marker})
+        positions = torch.arange(_TOKENS).unsqueeze(0)
+        recorder.given.add(positions)
+        _forward(model, {"position_ids": positions, DOCUMENTS: recorder.marker})
         calls: dict[_Kind, list[AttentionCall]] = {}
         for module, call in recorder.calls:
             calls.setdefault(_kind_of(module), []).append(call)
-        return Probe(tuple(mask for _, mask in recorder.masks), calls)
+        counts_positions = recorder.uses_counted and not recorder.uses_given
+        return Probe(tuple(mask for _, mask in recorder.masks), counts_positions, calls)
 
     return _on_copy(text_model, DOCUMENTS, run)
 
@@ -137,7 +143,7 @@ def _on_copy(model: Any, documents: str, run: Callable[[nn.Module, _Recorder], _
                 recorder.watch(module)
                 if isinstance(module, nn.ModuleList):
                     recorder.run_once_of_each_kind(module)
-            with _registered(recorder), _WithoutValues():
+            with _registered(recorder), _WithoutValues(recorder, copied):
                 return run(copied, recorder)
     except Exception as error:  # a model's code may raise anything
         _logger.debug("the probe of %s failed", type(model).__name__, exc_info=error)
@@ -165,6 +171,30 @@ def _forward(model: nn.Module, more: dict[str, Any]) -> Any:
     return model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), **given)
 
 
+class _Derived:
+    """The tensors that were computed from some first ones, followed by their storages, which views share."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Tensor] = {}  # they are kept, so that no later storage is at the same address
+
+    def add(self, *values: Any) -> None:
+        """Adds those of the values that are tensors, also those inside tuples and lists."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._found[value.untyped_storage()._cdata] = value
+            elif isinstance(value, (tuple, list)):
+                self.add(*value)
+
+    def has_any(self, *values: Any) -> bool:
+        """Whether any of the values is such a tensor, or a tuple or list that contains one."""
+        return bool(self._found) and any(
+            value.untyped_storage()._cdata in self._found
+            if isinstance(value, Tensor)
+            else isinstance(value, (tuple, list)) and self.has_any(*value)
+            for value in values
+        )
+
+
 @dataclass
 class _Recorder:
     """Records calls of the attention function and of the mask function."""
@@ -175,6 +205,10 @@ class _Recorder:
     calls: list[tuple[nn.Module, AttentionCall]] = field(default_factory=list)
     masks: list[tuple[Tensor, Mask]] = field(default_factory=list)
     expanded: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    given: _Derived = field(default_factory=_Derived)  # from the position_ids of the forward
+    counted: _Derived = field(default_factory=_Derived)  # from positions that the forward counts
+    uses_given: bool = False
+    uses_counted: bool = False
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
@@ -192,6 +226,8 @@ class _Recorder:
             attends_to_expanded=key is expanded[0] and value is expanded[1],
         )
         self.calls.append((module, call))
+        self.uses_given |= self.given.has_any(query, key)
+        self.uses_counted |= self.counted.has_any(query, key)
         B, H, T, _ = query.shape
         return query.new_empty(B, T, H, value.shape[-1]), None
 
@@ -258,22 +294,42 @@ class _Recorder:
 
 
 class _WithoutValues(TorchDispatchMode):
-    """Answers for the values that meta tensors lack: numbers are 1, conditions hold, and no index is selected."""
+    """Answers for the values that meta tensors lack: numbers are 1, conditions hold, and no index is selected.
 
-    def __init__(self) -> None:
+    It also follows what is computed from the given position_ids and from counted ones.
+    """
+
+    def __init__(self, recorder: _Recorder, model: nn.Module) -> None:
         super().__init__()
+        self._given, self._counted, self._tables = recorder.given, recorder.counted, _Derived()
+        self._tables.add(*model.parameters(), *model.buffers())
         self._answers_left = 10_000  # a loop that waits for another answer ends
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        aten = torch.ops.aten
+        aten, kwargs = torch.ops.aten, kwargs or {}
         if func not in (aten._local_scalar_dense.default, aten.nonzero.default) or not args[0].is_meta:
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
+            for derived in (self._given, self._counted):
+                if derived.has_any(*args, *kwargs.values()):
+                    derived.add(out)
+            if self._counts(func, args, out):
+                self._counted.add(out)
+            return out
         if not self._answers_left:
             raise RuntimeError("the forward depends on too many values")
         self._answers_left -= 1
         if func is aten.nonzero.default:
             return torch.empty(0, args[0].ndim, dtype=torch.long, device="meta")
         return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+
+    def _counts(self, func: Any, args: tuple[Any, ...], out: Any) -> bool:
+        """Whether an operator numbers the tokens, or takes the first rows of a table for them."""
+        aten = torch.ops.aten
+        if not isinstance(out, Tensor) or _TOKENS not in out.shape:
+            return False
+        if func is aten.slice.Tensor:
+            return out.shape != args[0].shape and self._tables.has_any(args[0])
+        return func.overloadpacket in (aten.arange, aten.cumsum)
 
 
 @contextmanager

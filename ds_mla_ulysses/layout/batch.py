@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.agreement import gather_objects, raise_first
+from ..comm.agreement import gather_objects, raise_first, report_of
 from ..comm.collectives import exchange_bytes
 from ..comm.group import SequenceGroup
 from .shard import LAYOUT, SHIFT_LABELS, Shard, ShardLayout
@@ -49,27 +49,33 @@ def shard_batch(
     Raises:
         ValueError: the ranks hold different batches, or one of them holds a bad one. With `check` it is raised on all
             ranks, otherwise only on a rank with a bad batch.
+        TypeError: the batch is not a mapping, on the same ranks.
     """
     group = SequenceGroup.of(group)
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"batch must be a dict of tensors [B, S], got a {type(batch).__name__}.")
-    batch = {name: x for name, x in batch.items() if x is not None}
     if check:
         _check_equal_batches(batch, group)
-    return next(iter(_shards(batch, [group.rank], group)))
+    return next(iter(_shards(_given(batch), [group.rank], group)))
 
 
-def _check_equal_batches(batch: Mapping[str, Any], group: SequenceGroup) -> None:
-    """Raises ValueError on all ranks if their batches differ or one of them is bad."""
+def _given(batch: Any) -> dict[str, Any]:
+    """The entries of a batch that are not None."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch must be a dict of tensors [B, S], got a {type(batch).__name__}.")
+    return {name: x for name, x in batch.items() if x is not None}
+
+
+def _check_equal_batches(batch: Any, group: SequenceGroup) -> None:
+    """Raises ValueError or TypeError on all ranks if their batches differ or one of them is bad."""
     fingerprint: dict[str, Any] | None = None
-    problem = None
+    problem: Exception | None = None
     try:
-        _shape(batch)
-        fingerprint = _fingerprint(batch)
-    except ValueError as error:
-        problem = str(error)
-    answers = gather_objects(group, (problem, fingerprint))
-    raise_first([text for text, _ in answers])
+        given = _given(batch)
+        _shape(given)
+        fingerprint = _fingerprint(given)
+    except Exception as error:  # whatever it is, the other ranks wait for this one
+        problem = error
+    answers = gather_objects(group, (report_of(problem), fingerprint))
+    raise_first([report for report, _ in answers])
     first = answers[0][1]
     differing = [rank for rank, (_, other) in enumerate(answers) if other != first]
     if differing:

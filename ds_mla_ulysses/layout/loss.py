@@ -6,12 +6,13 @@ Letters: B batch · T local tokens · V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..comm.agreement import all_reduce
+from ..comm.agreement import all_reduce, gather_numbers, raise_everywhere
 from ..comm.collectives import accumulation_dtype
 from ..comm.group import SequenceGroup
 from .batch import IGNORED_LABEL
@@ -26,6 +27,7 @@ def sequence_loss(
     label_smoothing: float = 0.0,
     *,
     check: bool = True,
+    problem: Exception | None = None,
 ) -> Tensor:
     """Cross entropy of the whole sequences, the same value on each rank of the group.
 
@@ -40,23 +42,25 @@ def sequence_loss(
         label_smoothing: as in torch's cross_entropy.
         check: whether to report labels outside the vocabulary on all ranks, for which the host waits for the device.
             Otherwise cross_entropy fails on the rank that has them.
+        problem: why this rank has no loss. It is raised, with `check` on all ranks.
 
     Backward: no collective. Each rank's gradient is that of its local tokens' share, so the SUM over the group's ranks of
     a parameter's gradient is the gradient of the value (times gradient_scale).
 
     Raises:
-        ValueError: logits and labels do not fit each other; with `check`, labels outside the vocabulary, on all ranks.
+        ValueError: logits and labels do not fit each other, on all ranks with `check`, otherwise on those where they do
+            not; with `check`, labels outside the vocabulary and num_items that differ, on all ranks.
     """
-    if logits_BTV.shape[:-1] != shift_labels_BT.shape:
-        raise ValueError(
-            f"logits {tuple(logits_BTV.shape)} and shift_labels {tuple(shift_labels_BT.shape)} must be this rank's "
-            "[B, T, vocabulary] and [B, T]: take both from the same shard of shard_batch."
-        )
+    problem = problem or _misfit(logits_BTV, shift_labels_BT, num_items)
+    if problem is not None:
+        if not check:
+            raise problem
+        _raise_beside_losses(problem, logits_BTV, group)
     labels, vocabulary = shift_labels_BT.flatten().to(logits_BTV.device), logits_BTV.shape[-1]
     counts = [(labels != IGNORED_LABEL).sum().double()]
     if check:
         given = torch.as_tensor(-1 if num_items is None else num_items, dtype=torch.double, device=labels.device)
-        counts += [given, given.square()]
+        counts += [torch.zeros_like(given), given, given.square()]
         impossible = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocabulary))
         counts.append(impossible.sum().double())
         labels = labels.masked_fill(impossible, IGNORED_LABEL)  # cross_entropy would raise on this rank alone
@@ -70,9 +74,41 @@ def sequence_loss(
     return _of_group(local, total, items if num_items is None else num_items, gradient_scale)
 
 
+#: How many numbers `sequence_loss` sums over the ranks with `check`, and the place of the number of ranks with a problem.
+_CHECKED_SUMS, _PROBLEMS = 6, 2
+
+
+def _misfit(logits: Any, labels: Any, num_items: Any) -> Exception | None:
+    """Why there is no loss of these arguments."""
+    if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
+        found = [type(x).__name__ for x in (logits, labels)]
+        return TypeError(f"logits and shift_labels must be tensors, got {' and '.join(found)}.")
+    if logits.shape[:-1] != labels.shape:
+        return ValueError(
+            f"logits {tuple(logits.shape)} and shift_labels {tuple(labels.shape)} must be this rank's "
+            "[B, T, vocabulary] and [B, T]: take both from the same shard of shard_batch."
+        )
+    is_number = num_items.numel() == 1 if isinstance(num_items, Tensor) else isinstance(num_items, Real)
+    if num_items is not None and not is_number:
+        return TypeError(f"num_items must be what handle.num_items(shards) returns, got {num_items!r}.")
+    return None
+
+
+def _raise_beside_losses(problem: Exception, logits: Any, group: SequenceGroup) -> NoReturn:
+    """Raises a problem on all ranks, of which others are in the all-reduce of `sequence_loss`."""
+    fallback = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    sums = torch.zeros(_CHECKED_SUMS, dtype=torch.double, device=getattr(logits, "device", fallback))
+    sums[_PROBLEMS] = 1
+    all_reduce(sums, group, "loss")
+    raise_everywhere(problem, group)
+    raise problem
+
+
 def _raise_if_wrong(checked: list[float], group: SequenceGroup, vocabulary: int) -> None:
-    """Raises ValueError on all ranks. `checked` are sums over them: num_items, its square, and impossible labels."""
-    given, squares, impossible = checked
+    """Raises on all ranks. `checked` are sums over them: ranks with a problem, num_items, its square, impossible labels."""
+    problems, given, squares, impossible = checked
+    if problems > 0:
+        raise_everywhere(None, group)
     if impossible > 0:
         raise ValueError(
             f"{int(impossible)} shift_labels of the batch are neither {IGNORED_LABEL} nor one of the {vocabulary} tokens of "
@@ -126,10 +162,16 @@ class _WithValue(torch.autograd.Function):
         return grad * ctx.scale, None, None
 
 
-def count_items(shift_labels: Sequence[Tensor], group: SequenceGroup) -> int:
-    """The number of supervised tokens in the local shards, summed over all ranks of the group."""
-    device = shift_labels[0].device if shift_labels else torch.device("cpu")
-    count = torch.zeros((), dtype=torch.long, device=device)
-    for labels in shift_labels:
-        count += (labels != IGNORED_LABEL).sum()
-    return int(all_reduce(count, group, "setup"))
+def count_items(shift_labels: Sequence[Tensor], group: SequenceGroup, problem: Exception | None = None) -> int:
+    """The number of supervised tokens in the local shards, summed over all ranks of the group.
+
+    Args:
+        problem: why this rank cannot count; it is raised on all ranks.
+    """
+    count = sum((labels != IGNORED_LABEL).sum() for labels in shift_labels)
+    counts = gather_numbers(
+        [int(count), int(problem is not None)], group
+    )  # on whichever device the labels of a rank are
+    if any(has_problem for _, has_problem in counts):
+        raise_everywhere(problem, group)
+    return sum(count for count, _ in counts)

@@ -254,6 +254,48 @@ def test_settings_that_differ_between_ranks(settings, message):
     raises_on_ranks(2, ValueError, "called alike on all ranks; " + message, set_otherwise, given)
 
 
+def wrong_on_one_rank(what):
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+
+    model, is_last = tiny_model("llama"), dist.get_rank() == 1
+    if what == "model" and is_last:
+        from transformers import StableLmConfig, StableLmForCausalLM
+
+        sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+        model = StableLmForCausalLM(StableLmConfig(**sizes, num_key_value_heads=4))
+    if what == "parallelized":
+        other = tiny_model("llama")
+        handle = dmu.parallelize(other)
+        model = other if is_last else model
+    settings = {"strategy": dict(strategy="latent"), "type": dict(sp_size="2"), "size": dict(sp_size=-1)}.get(what, {})
+    try:
+        dmu.parallelize(model, **settings if is_last else {})
+    except Exception as error:
+        assert str(error).startswith("rank 1 of the group: ") == (not is_last)  # that rank has its own traceback
+        assert what == "parallelized" or not any("_ulysses" in vars(m) for m in model.modules())
+        if what == "parallelized":
+            handle.restore()
+        raise
+
+
+@pytest.mark.parametrize(
+    "what,error,message",
+    [
+        ("strategy", ValueError, "strategy must be one of .* got 'latent'"),
+        ("type", TypeError, "sp_size must be an int, got '2'"),
+        ("size", ValueError, "sp_size must be a positive number"),
+        ("parallelized", RuntimeError, "the model is parallelized already"),
+        ("model", "UnsupportedModelError", "StableLmAttention .* does not receive the keyword arguments"),
+    ],
+)
+def test_parallelize_is_wrong_on_one_rank(what, error, message):
+    import ds_mla_ulysses as dmu
+
+    raises_on_ranks(2, dmu.UnsupportedModelError if isinstance(error, str) else error, message, wrong_on_one_rank, what)
+
+
 def bad_forward(what):
     import torch.distributed as dist
 

@@ -195,6 +195,19 @@ def misused(what):
     if what == "autocast on one rank":
         with torch.autocast("cpu", enabled=handle.group.rank == 0):
             model(**shard.inputs)
+    is_last = handle.group.rank == 1
+    if what == "logits of another shard on one rank":
+        handle.loss(logits[:, : 4 - handle.group.rank], shard)
+    if what == "no logits on one rank":
+        handle.loss(None if is_last else logits, shard)
+    if what == "no shard on one rank":
+        handle.loss(logits, None if is_last else shard)
+    if what == "a text for num_items on one rank":
+        handle.loss(logits, shard, num_items="3" if is_last else 3)
+    if what == "no batch on one rank":
+        handle.shard(None if is_last else random_batch(1, 8))
+    if what == "shards without labels on one rank":
+        handle.num_items([{}] if is_last else [shard])
     if what == "restored":
         handle.restore()
         handle.loss(logits, shard)
@@ -212,11 +225,42 @@ def misused(what):
         ("gradients on one rank", ValueError, "gradients were enabled on some ranks"),
         ("checkpointing on one rank", ValueError, "activation checkpointing was enabled on some ranks"),
         ("autocast on one rank", ValueError, "autocast was enabled on some ranks"),
+        (
+            "logits of another shard on one rank",
+            ValueError,
+            r"^(rank 1 of the group: )?logits \(1, 3, 128\) and shift_labels \(1, 4\) must be this rank's",
+        ),
+        (
+            "no logits on one rank",
+            TypeError,
+            "^(rank 1 of the group: )?logits and shift_labels must be .* NoneType and Te",
+        ),
+        ("no shard on one rank", TypeError, "^(rank 1 of the group: )?give the shard, .* not a NoneType"),
+        ("a text for num_items on one rank", TypeError, "^(rank 1 of the group: )?num_items must be .* got '3'"),
+        ("no batch on one rank", TypeError, "rank 1 of the group: batch must be a dict of tensors .* got a NoneType"),
+        ("shards without labels on one rank", ValueError, "^(rank 1 of the group: )?the shard has no labels"),
         ("restored", RuntimeError, r"handle.restore\(\) was called"),
     ],
 )
 def test_misuse(what, error, message):
     raises_on_ranks(2, error, message, misused, what)
+
+
+def problems_without_checks():
+    """Where no check is due, a problem is raised on its rank, before any collective."""
+    import ds_mla_ulysses as dmu
+
+    handle = dmu.parallelize(tiny_model("llama"), checks="never")
+    shard = handle.shard(random_batch(1, 8))
+    if handle.group.rank == 1:
+        with pytest.raises(ValueError, match=r"^logits \(1, 3, 128\) and shift_labels"):
+            handle.loss(torch.zeros(1, 3, 128), shard)
+        with pytest.raises(TypeError, match="^batch must be a dict"):
+            handle.shard(None)
+
+
+def test_problems_without_checks():
+    run_ranks(2, problems_without_checks)
 
 
 def waits_of_a_forward(strategy, kind):

@@ -29,6 +29,7 @@ def all_calls(text_model):
 @pytest.mark.parametrize("family", [*FAMILIES, *DENSE])
 def test_tested_families(family):
     text_model = text_model_of(family)
+    assert probe(text_model).counts_positions is False
     calls = all_calls(text_model)
     assert calls and all(call.has_documents and not call.has_other_mask for call in calls)
     assert all(call.attends_to_expanded == (family in FAMILIES) for call in calls)
@@ -254,6 +255,69 @@ def test_masks_for_an_encoder_that_a_model_lacks():
     assert len(find_attention(GPT2LMHeadModel(GPT2Config(**sizes))).layers) == 2
     with pytest.raises(dmu.UnsupportedModelError, match="GPT2Attention is not causal self-attention"):
         find_attention(GPT2LMHeadModel(GPT2Config(**sizes, add_cross_attention=True)))
+
+
+# Positions.
+
+
+def counting(how):
+    """A forward of Llama's rotary embedding."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    original = LlamaRotaryEmbedding.forward
+
+    def forward(self, x, position_ids):
+        tokens = x.shape[1]
+        if how == "given":
+            return original(self, x, position_ids + 1)
+        if how == "arange":
+            return original(self, x, torch.arange(tokens, device=x.device).unsqueeze(0))
+        if how == "cumsum":
+            return original(self, x, torch.ones_like(x[..., 0]).cumsum(1))
+        if how == "table":
+            return self.table[:, :tokens], self.table[:, :tokens]
+        return torch.ones_like(x[..., :1]), torch.zeros_like(x[..., :1])  # no positions at all
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "how,counts", [("given", False), ("arange", True), ("cumsum", True), ("table", True), ("none", False)]
+)
+def test_positions_that_a_model_counts(monkeypatch, how, counts):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", counting(how))
+    if how == "table":
+        original = LlamaRotaryEmbedding.__init__
+
+        def init(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            self.table = torch.nn.Buffer(torch.ones(1, 64, 1))
+
+        monkeypatch.setattr(LlamaRotaryEmbedding, "__init__", init)
+    model = tiny_model("llama")
+    assert probe(model.model).counts_positions is counts
+    if counts:
+        with pytest.raises(dmu.UnsupportedModelError, match="counts positions itself, so they would restart at 0"):
+            find_attention(model)
+    else:
+        assert len(find_attention(model).layers) == 2
+
+
+def test_a_text_model_that_takes_no_positions():
+    """The probe cannot run it, because it folds its codebooks out of the rows."""
+    from transformers import MusicgenMelodyDecoderConfig, MusicgenMelodyForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=4)
+    model = MusicgenMelodyForCausalLM(MusicgenMelodyDecoderConfig(**sizes))
+    assert probe(model.model.decoder) is None
+    with pytest.raises(dmu.UnsupportedModelError, match=r"MusicgenMelody.* does not use the position_ids"):
+        find_attention(model)
+    model = MusicgenMelodyForCausalLM(MusicgenMelodyDecoderConfig(**sizes, num_codebooks=1))
+    assert probe(model.model.decoder).counts_positions is True
+    with pytest.raises(dmu.UnsupportedModelError, match=r"MusicgenMelody.* does not use the position_ids"):
+        find_attention(model)
 
 
 # The loss.

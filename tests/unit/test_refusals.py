@@ -5,6 +5,7 @@ import torch
 from models import tiny_config, tiny_model
 
 import ds_mla_ulysses as dmu
+from ds_mla_ulysses.hf.families import find_attention
 
 
 def refused(model, *words):
@@ -101,12 +102,32 @@ def test_a_mask_of_the_layers_own():
 
 
 def test_compressed_keys():
-    """Some of its layers attend to more keys than tokens, with masks of their own."""
+    """Some of its layers attend to more keys than tokens, with masks of their own, and some of those select keys."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(DeepseekV4Config(num_hidden_layers=4))
-    refused(model, "DeepseekV4Attention (layers.", "a mask or bias that it makes itself")
+    refused(model, "(deepseek_v4): DeepseekV4CSACompressor selects keys with a sparse indexer")
+    types = ["heavily_compressed_attention", "sliding_attention"]
+    with torch.device("meta"):
+        model = DeepseekV4ForCausalLM(DeepseekV4Config(num_hidden_layers=2, layer_types=types))
+    refused(model, "(deepseek_v4) has layers of type heavily_compressed_attention", "masks are not followed")
+
+
+@pytest.mark.parametrize("attention", ["minimax_m3_sparse", "full_attention"])
+def test_sparse_indexer_in_layers_without_mla(attention):
+    """The default config of this type has dense layers only, and its checkpoints have sparse ones."""
+    from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
+
+    layers = ["full_attention", attention]
+    experts = dict(num_local_experts=2, num_experts_per_tok=1, shared_intermediate_size=32, dense_intermediate_size=32)
+    config = small(MiniMaxM3VLTextConfig, num_hidden_layers=2, layer_types=layers, head_dim=16, **experts)
+    model = MiniMaxM3VLForCausalLM(config)
+    if attention == "full_attention":
+        assert len(find_attention(model).layers) == 2
+    else:
+        words = ("MiniMaxM3VLAttention selects keys with a sparse indexer", "one rank's tokens", "dense attention")
+        refused(model, "MiniMaxM3VLForCausalLM (minimax_m3_vl_text): ", *words)
 
 
 def test_sparse_indexer():
