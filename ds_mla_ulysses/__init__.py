@@ -34,6 +34,7 @@ _WHERE = {
     "UlyssesAttention": "attention.ulysses",
     "UlyssesMLAAttention": "attention.mla",
     "UlyssesMoBAAttention": "attention.moba",
+    "UlyssesError": "errors",
     "UnsupportedModelError": "hf.families",
     "check": "checking.run",
     "handle_of": "hf.handle",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from .checking.run import check
     from .comm.group import SequenceGroup
     from .comm.traffic import TrafficMeter
+    from .errors import UlyssesError
     from .hf.families import UnsupportedModelError
     from .hf.handle import Handle, handle_of
     from .hf.moba import register_moba, set_moba

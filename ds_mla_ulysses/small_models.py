@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from .errors import UlyssesValueError
+
 #: The settings in which the small models differ. The head widths of DeepSeek-V3 (128, 64 and 128) keep their ratio.
 SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -116,5 +118,7 @@ def text_windows(tokenizer: str, length: int) -> Any:
     text = "\n".join(python_documentation())
     tokens = AutoTokenizer.from_pretrained(tokenizer)(text, return_tensors="pt")["input_ids"][0]
     if len(tokens) < length:
-        raise ValueError(f"the text has {len(tokens)} tokens: a sequence can be no longer than that, not {length}.")
+        raise UlyssesValueError(
+            f"the text has {len(tokens)} tokens: a sequence can be no longer than that, not {length}."
+        )
     return tokens.unfold(0, length, 1)

@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .comm.traffic import TrafficMeter
+from .errors import UlyssesRuntimeError, UlyssesValueError
 
 #: The package, in which names are replaced.
 dmu = importlib.import_module("ds_mla_ulysses")
@@ -302,7 +303,7 @@ def _run_as_one_process(main: Callable[[], object], file: str, processes: int, s
     def order(self: Any, dataset: Any = None) -> list[int]:
         found = _order_of_one_process(self.args, processes, sp_size)
         if len(found) > len(self.train_dataset):
-            raise ValueError(f"--verify needs {len(found)} samples, the data has {len(self.train_dataset)}.")
+            raise UlyssesValueError(f"--verify needs {len(found)} samples, the data has {len(self.train_dataset)}.")
         return found
 
     def no_saving(self: Any, *args: Any, **kwargs: Any) -> None: ...
@@ -319,9 +320,11 @@ def _run_as_one_process(main: Callable[[], object], file: str, processes: int, s
         main()
     observed.read_trainer()
     if observed.model is None:
-        raise RuntimeError("the script trained nothing: it has to call ds_mla_ulysses.parallelize, or make a Trainer.")
+        raise UlyssesRuntimeError(
+            "the script trained nothing: it has to call ds_mla_ulysses.parallelize, or make a Trainer."
+        )
     if dmu.handle_of(observed.model) is not None or getattr(observed.trainer, "is_deepspeed_enabled", False):
-        raise RuntimeError("the one process does not train the plain model.")
+        raise UlyssesRuntimeError("the one process does not train the plain model.")
     trained = {name: p.detach() for name, p in observed.model.named_parameters()}
     torch.save({"curves": observed.curves, "start": observed.start, "trained": trained}, file)
 
@@ -381,7 +384,7 @@ class _PlainEngine:
         """Saves nothing: the checkpoint is that of the run over all processes."""
 
     def load_checkpoint(self, *_: Any, **__: Any) -> Any:
-        raise ValueError("--verify starts anew: leave the checkpoint out.")
+        raise UlyssesValueError("--verify starts anew: leave the checkpoint out.")
 
 
 def _order_of_one_process(training: Any, processes: int, sp_size: int) -> list[int]:
@@ -406,7 +409,9 @@ def _compare(observed: Observed, meter: TrafficMeter, given: Sequence[str]) -> d
     """Runs the script in one process and compares on rank 0, which prints; returns the same on all ranks."""
     trainer = observed.trainer
     if observed.model is None:
-        raise RuntimeError("the script trained nothing: it has to call ds_mla_ulysses.parallelize, or make a Trainer.")
+        raise UlyssesRuntimeError(
+            "the script trained nothing: it has to call ds_mla_ulysses.parallelize, or make a Trainer."
+        )
     if trainer is not None and not trainer.is_deepspeed_enabled:
         raise SystemExit("--verify needs several processes: start the script with a launcher.")
     is_first, processes = dist.get_rank() == 0, dist.get_world_size()
@@ -420,7 +425,7 @@ def _compare(observed: Observed, meter: TrafficMeter, given: Sequence[str]) -> d
             failed = [True]
     dist.broadcast_object_list(failed)  # the other ranks wait here
     if failed[0]:
-        raise RuntimeError("the script failed in one process: its error is above.")
+        raise UlyssesRuntimeError("the script failed in one process: its error is above.")
     to_norm, to_change = _largest_differences(observed.model, one["start"], one["trained"])
     said: list[Any] = [None]
     if is_first:

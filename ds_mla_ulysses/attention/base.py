@@ -17,6 +17,7 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
 
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesValueError
 from ..layout.exchange import HeadsToTokens
 from ..layout.heads import local_query_heads
 from ..planner.strategies import names_with_split, one_of
@@ -46,7 +47,7 @@ class SequenceAttention(DistributedAttention):
     ) -> None:
         sequence_group = SequenceGroup.of(group)
         if sequence_group.split not in self.splits:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"split={sequence_group.split!r} is for the strategy {one_of(names_with_split(sequence_group.split))}, whose "
                 "queries stay on their rank. This class exchanges heads, so every rank already has the same work. Choose "
                 "split='contiguous'."
@@ -69,20 +70,22 @@ class SequenceAttention(DistributedAttention):
             batch_first: whether the call's tensors are [B, T, ...] rather than [T, B, ...].
         """
         if batch_dim_idx not in (0, 1):
-            raise ValueError(f"batch_dim_idx is 0 for [B, T, H, .] or 1 for [T, B, H, .], got {batch_dim_idx!r}.")
+            raise UlyssesValueError(
+                f"batch_dim_idx is 0 for [B, T, H, .] or 1 for [T, B, H, .], got {batch_dim_idx!r}."
+            )
         if rotary_pos_emb is not None:
-            raise ValueError("rotary_pos_emb must be None: apply RoPE to queries and keys before the call.")
+            raise UlyssesValueError("rotary_pos_emb must be None: apply RoPE to queries and keys before the call.")
         dtypes = {name: x.dtype for name, x in tensors.items()}
         if len(set(dtypes.values())) > 1:
             found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-            raise ValueError(f"all tensors must have one dtype, got {found}: cast them before the call.")
+            raise UlyssesValueError(f"all tensors must have one dtype, got {found}: cast them before the call.")
         return batch_dim_idx == 0
 
     def attend_locally(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the local attention and checks that its output has the rows and heads of q."""
         out = self.local_attn(q, k, v, *args, **kwargs)
         if out.ndim != 4 or out.shape[:3] != q.shape[:3]:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"local_attention must return the rows and heads of its q, {(*q.shape[:3], v.shape[3])}; got "
                 f"{tuple(out.shape)}."
             )
@@ -125,7 +128,7 @@ def check_grouped(q: Tensor, k: Tensor, v: Tensor, batch_first: bool) -> None:
         v.shape[:3] != k.shape[:3]
     ):
         rows = "[B, T" if batch_first else "[T, B"
-        raise ValueError(
+        raise UlyssesValueError(
             f"q must be {rows}, H, K], k {rows}, G, K] and v {rows}, G, V]; got q {tuple(q.shape)}, "
             f"k {tuple(k.shape)}, v {tuple(v.shape)}."
         )

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..comm.collectives import accumulation_dtype
+from ..errors import UlyssesValueError
 from ..layout.heads import HeadPartition, computed_once
 
 
 def check_count(head_chunks: int) -> None:
     """Raises ValueError unless head_chunks is an int >= 1."""
     if type(head_chunks) is not int or head_chunks < 1:
-        raise ValueError(f"head_chunks must be an int >= 1, got {head_chunks!r}.")
+        raise UlyssesValueError(f"head_chunks must be an int >= 1, got {head_chunks!r}.")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class HeadChunks:
     def __post_init__(self) -> None:
         least = HeadPartition(self.heads, self.ranks).count(self.ranks - 1)
         if not 1 <= self.count <= least:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"head_chunks={self.count} must be from 1 to {least}, the fewest heads that a rank attends with."
             )
 

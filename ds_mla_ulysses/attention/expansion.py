@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import accumulation_dtype
+from ..errors import UlyssesValueError
 from ..layout.shared_key import join_shared_key
 from .base import tokens_first
 from .chunks import ForChunks, recomputed
@@ -43,7 +44,7 @@ class Latents:
         """Raises ValueError unless the shapes are q_BTHK, latent_BTL and k_BTR (or T before B)."""
         K, rows = self.nope_dim + self.rope_dim, "[B, T" if batch_first else "[T, B"
         if q.ndim != 4 or q.shape[-1] != K or latent.ndim != 3 or latent.shape[:2] != q.shape[:2]:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"with expand, q must be {rows}, H, {K}] and the latent {rows}, L]; got q {tuple(q.shape)}, latent "
                 f"{tuple(latent.shape)}."
             )
@@ -54,7 +55,7 @@ class Latents:
         N, R, V, rows = self.nope_dim, self.rope_dim, self.value_dim, "[B, T" if batch_first else "[T, B"
         for name, x, width in ("q", q, N + R), ("kv", kv, N + V):
             if x.ndim != 4 or x.shape[-1] != width or x.shape[:3] != q.shape[:3]:
-                raise ValueError(
+                raise UlyssesValueError(
                     f"{name} must be {rows}, H, {width}] with the rows and heads of q (nope {N}, rope {R}, value {V}); "
                     f"got {name} {tuple(x.shape)}, q {tuple(q.shape)}."
                 )
@@ -64,7 +65,9 @@ class Latents:
         """Raises ValueError unless the shared RoPE key is k_BTR (or k_TBR) with the rows of q."""
         wanted, rows = (*q.shape[:2], self.rope_dim), "[B, T" if batch_first else "[T, B"
         if k_shared.shape != wanted:
-            raise ValueError(f"k_shared must be {rows}, {self.rope_dim}], {wanted}; got {tuple(k_shared.shape)}.")
+            raise UlyssesValueError(
+                f"k_shared must be {rows}, {self.rope_dim}], {wanted}; got {tuple(k_shared.shape)}."
+            )
 
     def expand(
         self, latent: Tensor, k_shared: Tensor, batch_first: bool, heads: slice, expand: Expand
@@ -83,7 +86,7 @@ class Latents:
         kv = expand(latent, heads)
         wanted = (*latent.shape[:2], heads.stop - heads.start, self.nope_dim + self.value_dim)
         if kv.shape != wanted or kv.dtype != k_shared.dtype:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"expand must return kv {wanted} in {k_shared.dtype}, got {tuple(kv.shape)} in {kv.dtype}."
             )
         kv_SBMP, shared_SBR = tokens_first(kv, batch_first), tokens_first(k_shared, batch_first)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import UlyssesValueError
 from ..layout.exchange import TokensToHeads, start_tokens_to_heads
 from ..layout.gather import gather_rows, start_gather_rows
 from .base import tokens_first
@@ -82,7 +83,7 @@ class LatentKVMLAAttention(MLAHeadExchange):
             ValueError: shapes that do not fit the widths, mixed dtypes, fewer heads than ranks.
         """
         if isinstance(k_shared, PendingKey):
-            raise ValueError(
+            raise UlyssesValueError(
                 "LatentKVMLAAttention gathers the shared key together with the latents: pass the key as a tensor, not "
                 "the result of gather_shared_key."
             )

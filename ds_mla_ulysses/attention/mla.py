@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..comm.collectives import gather_start, sum_over_ranks
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesValueError
 from ..layout.exchange import heads_to_tokens, local_heads, tokens_to_heads
 from ..layout.shared_key import join_shared_key, return_shared_key_grad
 from .base import tokens_first
@@ -112,7 +113,7 @@ class UlyssesMLAAttention(MLAHeadExchange):
             pending, key = None, k_shared
         batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, kv=kv, k_shared=key)
         if pending is not None and pending.batch_first != batch_first:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"k_shared was gathered with batch_dim_idx={1 - pending.batch_first:d}, not {batch_dim_idx}."
             )
         self.latents.check_packed(q, kv, key, batch_first)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.group import SPLITS, SequenceGroup
+from ..errors import UlyssesTypeError, UlyssesValueError
 from ..moba import MoBAConfig, moba_attention
 from ..planner.strategies import GatherKV, Packed
 from .base import SequenceAttention
@@ -54,11 +55,11 @@ class UlyssesMoBAAttention(SequenceAttention):
         strategy: str = "packed",
     ) -> None:
         if not isinstance(config, MoBAConfig):
-            raise TypeError(f"config must be a MoBAConfig, got {config!r}.")
+            raise UlyssesTypeError(f"config must be a MoBAConfig, got {config!r}.")
         if strategy not in _STRATEGIES:
-            raise ValueError(f"strategy must be one of {list(_STRATEGIES)}, got {strategy!r}.")
+            raise UlyssesValueError(f"strategy must be one of {list(_STRATEGIES)}, got {strategy!r}.")
         if not isinstance(config.block_size, int) or not isinstance(config.top_k, int):
-            raise ValueError(
+            raise UlyssesValueError(
                 "UlyssesMoBAAttention is one layer's attention and takes one block_size and one top_k, got "
                 f"block_size={config.block_size!r}, top_k={config.top_k!r}: pass the numbers of that layer."
             )
@@ -98,7 +99,7 @@ class UlyssesMoBAAttention(SequenceAttention):
             ValueError: as in `UlyssesAttention.forward`, or the boundaries do not fit the tokens.
         """
         if args:
-            raise TypeError(f"unexpected arguments {args!r}: pass cu_seqlens and scale by keyword.")
+            raise UlyssesTypeError(f"unexpected arguments {args!r}: pass cu_seqlens and scale by keyword.")
         settings = {"batch_first": batch_dim_idx == 0, "cu_seqlens": cu_seqlens, "scale": scale}
         return self._exchange(q, k, v, batch_dim_idx, rotary_pos_emb, **settings)
 

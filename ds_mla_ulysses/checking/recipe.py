@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import UlyssesValueError
 from .facts import ENCODERS, FACTS, Facts
 from .request import Request
 
@@ -190,7 +191,7 @@ def _read(request: Request, kind: str, facts: Facts) -> Any:
         if found is not None:
             return found.from_dict(given)
     if kind not in CONFIG_MAPPING:
-        raise ValueError(f"transformers does not know the model type {kind!r}; name its code with model_code")
+        raise UlyssesValueError(f"transformers does not know the model type {kind!r}; name its code with model_code")
     return CONFIG_MAPPING[kind](**given) if request.is_type else CONFIG_MAPPING[kind].from_dict(given)
 
 
@@ -201,7 +202,7 @@ def _load(model_code: str) -> Any:
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, file)
         if spec is None or spec.loader is None:
-            raise ValueError(f"--model-code takes FILE.py:Class, got {model_code!r}")
+            raise UlyssesValueError(f"--model-code takes FILE.py:Class, got {model_code!r}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # classes are looked up there
         spec.loader.exec_module(module)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..errors import UlyssesValueError
 from ..planner.strategies import STRATEGIES
 from .report import Report
 from .request import CASES, TOLERANCES, Request
@@ -77,15 +78,15 @@ def make_request(
     names = tuple(STRATEGIES) if strategy is None else (strategy,) if isinstance(strategy, str) else tuple(strategy)
     for name in names:
         if name not in STRATEGIES:
-            raise ValueError(f"strategy must be one of {list(STRATEGIES)}, got {name!r}.")
+            raise UlyssesValueError(f"strategy must be one of {list(STRATEGIES)}, got {name!r}.")
     if dtype not in TOLERANCES:
-        raise ValueError(f"dtype must be one of {list(TOLERANCES)}, got {dtype!r}.")
+        raise UlyssesValueError(f"dtype must be one of {list(TOLERANCES)}, got {dtype!r}.")
     if type(sp_size) is not int or not 2 <= sp_size <= 8:
-        raise ValueError(f"sp_size must be a number of processes from 2 to 8, got {sp_size!r}.")
+        raise UlyssesValueError(f"sp_size must be a number of processes from 2 to 8, got {sp_size!r}.")
     if model_code is not None:
         file, _, _ = model_code.rpartition(":")
         if not Path(file).is_file():
-            raise ValueError(f"model_code must be FILE.py:Class, got {model_code!r}.")
+            raise UlyssesValueError(f"model_code must be FILE.py:Class, got {model_code!r}.")
         model_code = str(Path(file).resolve()) + model_code[len(file) :]
     model, values, is_type = _config_of(config)
     return Request(model, values, is_type, dict(variant or {}), model_code, sp_size, names, tuple(cases), dtype)
@@ -180,15 +181,15 @@ def _config_of(config: Any) -> tuple[str, dict[str, Any], bool]:
     if not path.is_file():
         if isinstance(config, str) and config.replace("-", "_").replace(".", "_").isidentifier():
             return config, {"model_type": config}, True
-        raise ValueError(f"{str(config)!r} is neither a config.json, nor a folder with one, nor a model type.")
+        raise UlyssesValueError(f"{str(config)!r} is neither a config.json, nor a folder with one, nor a model type.")
     try:
         values = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
+        raise UlyssesValueError(f"{path} is not JSON: {error}.") from None
     return str(config), _checked(values, str(path)), False
 
 
 def _checked(values: Any, name: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise ValueError(f"{name} has no model_type.")
+        raise UlyssesValueError(f"{name} has no model_type.")
     return values

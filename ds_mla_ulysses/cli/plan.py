@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.group import SPLITS
+from ..errors import UlyssesValueError
 from ..hf.configs import find_widths
 from ..layout.widths import HeadWidths, MLAWidths
 from ..planner.cost import Estimate, choose, estimate, estimates, other_splits, sent_elements
@@ -80,7 +81,7 @@ def plan(args: argparse.Namespace) -> str:
     chunks = args.sp * (2 if args.split == "head_tail" and args.sp > 1 else 1)
     if args.tokens % chunks:
         of = f"{chunks}, twice --sp {args.sp}" if chunks > args.sp else f"--sp {args.sp}"
-        raise ValueError(f"--tokens {args.tokens} must be a multiple of {of}: shard_batch pads to one.")
+        raise UlyssesValueError(f"--tokens {args.tokens} must be a multiple of {of}: shard_batch pads to one.")
     work = Work(widths, args.sp, args.tokens, args.sequence, _BYTES[args.dtype], args.split)
     machine = Machine(args.link_gbps, args.tflops)
     found = estimates(work, machine)
@@ -116,11 +117,11 @@ def plan(args: argparse.Namespace) -> str:
 def _plot(path: str, model: str, widths: MLAWidths | HeadWidths, ranks: int) -> None:
     """Plots the elements that one layer sends per token, forward, against the number of ranks, for each possible strategy."""
     if not Path(path).suffix:  # matplotlib would append .png and write another file
-        raise ValueError(f"--plot takes the name of a file to write, such as bytes.png, got {path!r}.")
+        raise UlyssesValueError(f"--plot takes the name of a file to write, such as bytes.png, got {path!r}.")
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'ds-mla-ulysses[show]'.") from None
+        raise UlyssesValueError("--plot needs matplotlib: pip install 'ds-mla-ulysses[show]'.") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import UlyssesValueError
 from . import traffic
 from .collectives import gather_now
 from .group import SequenceGroup
@@ -108,5 +109,5 @@ def raise_first(problems: Sequence[Report | str | None]) -> None:
     """Raises the problem of the first rank that has one; a text is a ValueError."""
     for rank, problem in enumerate(problems):
         if problem is not None:
-            kind, text = (ValueError, problem) if isinstance(problem, str) else problem
+            kind, text = (UlyssesValueError, problem) if isinstance(problem, str) else problem
             raise kind(text if len(problems) == 1 else f"rank {rank} of the group: {text}")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from ..errors import UlyssesValueError
+
 #: How ranks divide a sequence; `layout.split` says which tokens those are.
 SPLITS = ("contiguous", "head_tail")
 
@@ -35,7 +37,7 @@ class SequenceGroup:
             ValueError: the split is unknown.
         """
         if split not in SPLITS:
-            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}.")
+            raise UlyssesValueError(f"split must be one of {list(SPLITS)}, got {split!r}.")
         return replace(self, split=split)
 
     @classmethod
@@ -46,7 +48,7 @@ class SequenceGroup:
         if group is None:
             return cls(None, 0, 1)
         if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(
+            raise UlyssesValueError(
                 f"group must be a torch.distributed ProcessGroup of which this rank is a member, got {group!r}. "
                 "dist.new_group returns a placeholder on ranks outside the group: pass each rank its own group."
             )
@@ -68,7 +70,7 @@ def split_world(sp_size: int) -> SequenceGroup:
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     if not 1 <= sp_size <= world or world % sp_size:
-        raise ValueError(
+        raise UlyssesValueError(
             f"sp_size={sp_size} does not divide the {world} processes of this job: start a multiple of {sp_size} "
             f"processes, or choose one of {[n for n in range(1, world + 1) if world % n == 0]}."
         )

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import UlyssesRuntimeError
+
 #: Arguments of attention functions that change the result and that no strategy exchanges between ranks.
 SCORE_ARGUMENTS = ("position_bias", "head_mask", "indices", "block_indices")
 
@@ -19,7 +21,7 @@ class NotCopied:
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError("a parallelized model cannot be copied or pickled: call handle.restore() first.")
+        raise UlyssesRuntimeError("a parallelized model cannot be copied or pickled: call handle.restore() first.")
 
 
 def by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ..comm.agreement import all_reduce
 from ..comm.collectives import accumulation_dtype
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesValueError
 from ..layout.loss import with_value
 from ..layout.shard import ShardLayout
 from ..layout.split import local_runs
@@ -173,7 +174,7 @@ class AuxLoss:
             return
         if is_tuple:
             if forward.sums is not None and forward.loss is None and hasattr(module, "config"):
-                raise ValueError(
+                raise UlyssesValueError(
                     "return_dict=False is not supported with output_router_logits under sequence parallelism: the "
                     "auxiliary loss of the group takes the place of the model's own by its name."
                 )
@@ -184,7 +185,7 @@ class AuxLoss:
     def _replace(self, forward: _Forward, outputs: Any) -> None:
         problem = self._problem(forward)
         if problem is not None:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"the auxiliary loss of this model's routers is not supported under sequence parallelism: {problem} Set "
                 "output_router_logits=False (TRL: router_aux_loss_coef=0.0)."
             )
@@ -204,7 +205,7 @@ class AuxLoss:
         if not self._is_compared:
             self._is_compared = True
             if differing > 0:
-                raise ValueError(
+                raise UlyssesValueError(
                     "the auxiliary loss that the model computes of its local tokens is not that of its router logits with "
                     f"{self._top_k()} experts per token, so it cannot be computed over a sequence-parallel group: set "
                     "output_router_logits=False (TRL: router_aux_loss_coef=0.0)."
@@ -239,7 +240,7 @@ class AuxLoss:
         if found is None:
             found = self._setting("aux_loss_coef")
         if found is None:
-            raise ValueError(
+            raise UlyssesValueError(
                 "the model has neither router_aux_loss_coef nor aux_loss_coef, by which its auxiliary loss is weighted: set "
                 "output_router_logits=False, or train it with a loop of your own."
             )

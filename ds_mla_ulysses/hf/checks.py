@@ -11,6 +11,8 @@ Once, at the first loss without an engine, ranks also compare a checksum of thei
 
 from __future__ import annotations
 
+from ..errors import UlyssesValueError
+
 POLICIES = ("always", "first", "never")
 
 
@@ -26,7 +28,7 @@ class Checks:
 
     def __init__(self, policy: str = "always") -> None:
         if policy not in POLICIES:
-            raise ValueError(f"checks must be one of {list(POLICIES)}, got {policy!r}.")
+            raise UlyssesValueError(f"checks must be one of {list(POLICIES)}, got {policy!r}.")
         self.policy = policy
         self._done: set[str] = set()
 

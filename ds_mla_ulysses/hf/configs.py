@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ..errors import UlyssesValueError
 from ..layout.widths import HeadWidths, MLAWidths
 from ..planner.models import PRESETS, widths_of_config
 
@@ -25,14 +26,14 @@ def find_widths(model: str) -> MLAWidths | HeadWidths:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(
+        raise UlyssesValueError(
             f"{model!r} is neither one of {', '.join(PRESETS)} nor a config.json or a folder with one (names on the "
             "Hub are not fetched)."
         )
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
+        raise UlyssesValueError(f"{path} is not JSON: {error}.") from None
     return widths_of_config(_text_config(config))
 
 
@@ -45,11 +46,11 @@ def _text_config(config: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     if not isinstance(config, dict):
-        raise ValueError(f"a config is an object of names and values, got {config!r:.60}.")
+        raise UlyssesValueError(f"a config is an object of names and values, got {config!r:.60}.")
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
         try:
             return CONFIG_MAPPING[kind].from_dict(config).get_text_config(decoder=True)
         except Exception as error:  # a config class may raise anything
-            raise ValueError(f"transformers cannot read this config of {kind}: {error}") from None
+            raise UlyssesValueError(f"transformers cannot read this config of {kind}: {error}") from None
     return _text_config(config["text_config"]) if "text_config" in config else SimpleNamespace(**config)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import UlyssesValueError
 from ..layout.widths import MLAWidths
 from .arguments import SCORE_ARGUMENTS
 from .probe import AttentionCall, Probe, probe
@@ -51,7 +52,7 @@ _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask"}
 _ALONE = "train it without sequence parallelism"
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(UlyssesValueError):
     """The model cannot be made sequence-parallel; the message names it, the reason and the way out."""
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..comm.agreement import all_reduce, gather_numbers, sum_gradients
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesRuntimeError, UlyssesValueError
 from ..layout.batch import shard_batch
 from ..layout.loss import count_items, sequence_loss
 from ..layout.shard import Shard, labels_of
@@ -105,7 +106,7 @@ class Handle:
     def attach_engine(self, engine: Any) -> None:
         """From here on, gradients of `loss` are multiplied by what this DeepSpeed engine divides them by."""
         if self._engine is not None:
-            raise RuntimeError("this handle already has an engine: parallelize the model anew for another one.")
+            raise UlyssesRuntimeError("this handle already has an engine: parallelize the model anew for another one.")
         self._engine = engine
 
     def shard(self, batch: Mapping[str, Any]) -> Shard:
@@ -153,7 +154,7 @@ class Handle:
                 ranks.
         """
         if self.is_restored:
-            raise RuntimeError(
+            raise UlyssesRuntimeError(
                 "handle.restore() was called: the model attends to one rank's tokens only, so this loss would be wrong. "
                 "Call parallelize again."
             )
@@ -169,7 +170,7 @@ class Handle:
         steps = self._engine.gradient_accumulation_steps() if self._engine is not None else 1
         is_of_step = steps == 1 and (self._engine is None or self.data_size == 1)
         if num_items is None and torch.is_grad_enabled() and not is_of_step:
-            return None, ValueError(
+            return None, UlyssesValueError(
                 f"with gradient_accumulation_steps={steps} and {self.data_size} data-parallel groups a mean over one "
                 "micro-batch is not a mean over the step's tokens: pass num_items=handle.num_items(shards) with all "
                 "micro-batches of the step."
@@ -193,7 +194,7 @@ class Handle:
         of_ranks = [number for (number,) in gather_numbers([checksum], self.group)]
         differing = [rank for rank, number in enumerate(of_ranks) if number != of_ranks[0]]
         if differing:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"the weights of ranks 0 and {differing[0]} of the sequence-parallel group differ: load or seed the model "
                 "alike on all ranks, or let a DeepSpeed engine share them (ds_mla_ulysses.initialize)."
             )
@@ -231,7 +232,7 @@ class Handle:
         highest, minus_lowest = all_reduce(torch.cat([value, -value]), self.group, "loss", dist.ReduceOp.MAX).tolist()
         lowest = -minus_lowest
         if math.isfinite(highest) and highest - lowest > _LOSS_TOLERANCE * max(abs(highest), abs(lowest)):
-            raise RuntimeError(
+            raise UlyssesRuntimeError(
                 f"the loss is not that of the sequence-parallel group: it is {lowest:.6g} on one rank and {highest:.6g} on "
                 "another. In a loop, use handle.loss(logits, shard); in a Trainer's compute_loss, return that of "
                 "super().compute_loss. If the ranks train on whole sequences of their own, call engine.backward inside "

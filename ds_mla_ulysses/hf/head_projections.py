@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import UlyssesRuntimeError
 from ..planner.strategies import names_that_call_projections_whole, one_of
 from .arguments import NotCopied
 
@@ -54,7 +55,7 @@ def project(module: nn.Module, name: str, x: Tensor, heads: slice) -> Tensor:
     """
     projection = module._modules[name]
     if type(projection) is not nn.Linear:
-        raise RuntimeError(
+        raise UlyssesRuntimeError(
             f"{type(module).__name__}.{name} was replaced after parallelize, which takes rows of its weight: put adapters "
             "on the model before it is parallelized, with strategy="
             f"{one_of(names_that_call_projections_whole())}."

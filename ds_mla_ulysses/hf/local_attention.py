@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from ..errors import UlyssesValueError
 from ..layout.documents import Documents
 from ..moba import moba_attention
 from ..moba.boundaries import seen_by_queries
@@ -102,7 +103,7 @@ class LocalAttention:
         }
         form = self._varlen if "flash" in (name or "") else forms.get(name)
         if form is None:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"attn_implementation={name!r} is not supported: load the model with 'sdpa', 'flash_attention_2', "
                 "'flash_attention_3', 'flash_attention_4', 'flex_attention' or 'eager'."
             )
@@ -128,17 +129,19 @@ class LocalAttention:
             ValueError: an argument is not supported and would silently be lost. It is raised before any collective.
         """
         if dropout:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"attention dropout ({dropout}) is not supported, because each rank would draw different random numbers "
                 "than one process: set config.attention_dropout = 0.0."
             )
         if is_causal is False:
-            raise ValueError("attention that is not causal is not supported under sequence parallelism.")
+            raise UlyssesValueError("attention that is not causal is not supported under sequence parallelism.")
         for name in SCORE_ARGUMENTS:
             if kwargs.get(name) is not None:
-                raise ValueError(f"{name} is not supported under sequence parallelism: load the model without it.")
+                raise UlyssesValueError(
+                    f"{name} is not supported under sequence parallelism: load the model without it."
+                )
         if kwargs.get("s_aux") is not None and self.config._attn_implementation == "sdpa":
-            raise ValueError(
+            raise UlyssesValueError(
                 "attention sinks (s_aux) would be lost in sdpa: load the model with attn_implementation='eager', or name "
                 "'eager' in MoBAConfig.dense."
             )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesTypeError, UlyssesValueError
 from ..layout.documents import Documents, gather_documents
 from ..moba import MoBAConfig, moba_attention
 from .families import refuse_lost_window
@@ -51,19 +52,21 @@ def register_moba(config: MoBAConfig | None = None, name: str = "moba") -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if config is not None and not isinstance(config, MoBAConfig):
-        raise TypeError(f"config must be a MoBAConfig, got {config!r}.")
+        raise UlyssesTypeError(f"config must be a MoBAConfig, got {config!r}.")
     if not isinstance(name, str):
-        raise TypeError(f"name must be a string, got {name!r}.")
+        raise UlyssesTypeError(f"name must be a string, got {name!r}.")
     if not name.isidentifier() or "flash" in name or name in ("eager", "paged"):
-        raise ValueError(
+        raise UlyssesValueError(
             "name must be an identifier other than 'eager' and 'paged', and without 'flash', which has a meaning in "
             f"transformers, got {name!r}."
         )
     known = ALL_ATTENTION_FUNCTIONS.get(name)
     if known is not None and not isinstance(known, MoBAFunction):
-        raise ValueError(f"{name!r} already is an attention implementation of transformers: choose another name.")
+        raise UlyssesValueError(
+            f"{name!r} already is an attention implementation of transformers: choose another name."
+        )
     if known is not None and config is not None and known.config not in (None, config):
-        raise ValueError(
+        raise UlyssesValueError(
             f"{name!r} is registered with {known.config}, not {config}: register this config by another name, "
             f"register_moba(config, name={name + '_2'!r}), and load its model with that attn_implementation."
         )
@@ -87,7 +90,7 @@ def set_moba(model: nn.Module, enabled: bool) -> None:
     """
     layers = [module for module in model.modules() if _runs_moba(module)]
     if not layers:
-        raise ValueError(
+        raise UlyssesValueError(
             f"{type(model).__name__} has no MoBA layers: call register_moba, and load the model with "
             "attn_implementation='moba'."
         )
@@ -111,18 +114,18 @@ class MoBAFunction:
         stored = getattr(model_config, CONFIG_KEY, None)
         if stored is None:
             if self.config is None:
-                raise ValueError(
+                raise UlyssesValueError(
                     f"the config of this {model_config.model_type} has no {CONFIG_KEY!r}, and {self.name!r} was "
                     "registered without one: call register_moba(MoBAConfig(...))."
                 )
             setattr(model_config, CONFIG_KEY, {key: getattr(self.config, key) for key in _STORED})
             return self.config
         if not isinstance(stored, dict) or not set(stored) <= set(_STORED):
-            error = ValueError if isinstance(stored, dict) else TypeError
+            error = UlyssesValueError if isinstance(stored, dict) else UlyssesTypeError
             raise error(f"model.config.{CONFIG_KEY} must be a dict with {', '.join(_STORED)}, got {stored!r}.")
         found = replace(self.config or MoBAConfig(), **stored)
         if self.config not in (None, found):
-            raise ValueError(
+            raise UlyssesValueError(
                 f"the model's config has {CONFIG_KEY}={stored}, but {self.name!r} is registered with {self.config}. To "
                 "use the model's settings, register a name without a config, "
                 f"register_moba(name={self.name + '_of_model'!r}), and load the model with it. To use the registered "
@@ -164,12 +167,12 @@ class MoBAFunction:
         from transformers.masking_utils import causal_mask_function, flash_attention_mask
 
         if use_vmap:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"attn_implementation={self.name!r} cannot apply this model's additional mask: load the model with "
                 "another one."
             )
         if int(q_offset) + q_length != kv_offset + kv_length:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"attn_implementation={self.name!r} supports caches that grow (DynamicCache, the default of generate), "
                 "but not static ones: remove cache_implementation."
             )
@@ -210,9 +213,11 @@ class MoBAKernel:
         self.module, self.function, self.implementation = module, function, moba.implementation
         self.blocks = moba.blocks_of(_layer_index(module), config.num_hidden_layers)
         if _registered(moba.dense) is not None:
-            raise ValueError(f"dense={moba.dense!r} is MoBA itself: set it to an implementation of full attention.")
+            raise UlyssesValueError(
+                f"dense={moba.dense!r} is MoBA itself: set it to an implementation of full attention."
+            )
         if moba.dense not in ("eager", *ALL_ATTENTION_FUNCTIONS):
-            raise ValueError(
+            raise UlyssesValueError(
                 f"dense={moba.dense!r} is not an attention implementation of transformers: set it to one, such as "
                 "'sdpa'."
             )
@@ -232,7 +237,7 @@ class MoBAKernel:
             ValueError: the layer uses a feature that MoBA, or the dense implementation, does not support.
         """
         if kwargs.get("dropout"):
-            raise ValueError(
+            raise UlyssesValueError(
                 f"MoBA has no attention dropout ({kwargs['dropout']}): set config.attention_dropout = 0.0."
             )
         if self.is_full:
@@ -246,7 +251,7 @@ class MoBAKernel:
         for feature, is_used in found.items():
             if is_used:
                 layer = _layer_index(self.module)
-                raise ValueError(
+                raise UlyssesValueError(
                     f"layer {layer} has {feature}, which MoBA does not support: add {layer} to full_attention_layers "
                     "and set dense to an implementation that supports it, or load the model with another "
                     "attn_implementation."
@@ -295,7 +300,7 @@ class MoBAKernel:
             ValueError: the layer is not causal, or uses a feature that is not supported.
         """
         if getattr(self.module, "is_causal", True) is False:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"{type(self.module).__name__} is not causal, but MoBA is: pass a dict as attn_implementation that "
                 f"names MoBA for the text model only, such as {{'text_config': {self.function.name!r}}}."
             )
@@ -307,7 +312,7 @@ class MoBAKernel:
         settings = self.settings(documents, **kwargs)
         window = settings["window"]
         if not self.is_full and T < S and window is not None and window <= S:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"MoBA does not support a cache that slides with a window of {window} tokens, because block boundaries "
                 "would slide, too: call generate(use_cache=False), or load the model with another attn_implementation."
             )
@@ -369,7 +374,7 @@ def _registered(name: str | None) -> MoBAFunction | None:
 def _layer_index(module: nn.Module) -> int:
     index = getattr(module, "layer_idx", None)
     if index is None:
-        raise ValueError(
+        raise UlyssesValueError(
             f"{type(module).__name__} has no layer_idx, which MoBA needs to find the settings of the layer: load the "
             "model with another attn_implementation."
         )

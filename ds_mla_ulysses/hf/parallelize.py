@@ -14,6 +14,7 @@ from torch import nn
 
 from ..comm.agreement import gather_objects, raise_first, report_of
 from ..comm.group import SequenceGroup, split_world
+from ..errors import UlyssesRuntimeError, UlyssesTypeError, UlyssesValueError
 from ..planner.auto import Auto
 from .checks import Checks
 from .families import TESTED, AttentionModel, find_attention, is_patched
@@ -122,13 +123,13 @@ def _check_settings(model: nn.Module, **settings: Any) -> tuple[Auto | None, Che
     auto = check_strategy(settings["strategy"], settings["split"], settings["head_chunks"])
     policy, sp_size = Checks(settings["checks"]), settings["sp_size"]
     if sp_size is not None and type(sp_size) is not int:
-        raise TypeError(f"sp_size must be an int, got {sp_size!r}.")
+        raise UlyssesTypeError(f"sp_size must be an int, got {sp_size!r}.")
     if sp_size is not None and sp_size < 1:
-        raise ValueError(f"sp_size must be a positive number of ranks, got {sp_size!r}.")
+        raise UlyssesValueError(f"sp_size must be a positive number of ranks, got {sp_size!r}.")
     if sp_size is not None and settings["a group was given"]:
-        raise ValueError("give sp_size or group, not both.")
+        raise UlyssesValueError("give sp_size or group, not both.")
     if is_patched(model):
-        raise RuntimeError("the model is parallelized already: call restore() of its handle first.")
+        raise UlyssesRuntimeError("the model is parallelized already: call restore() of its handle first.")
     return auto, policy
 
 
@@ -189,7 +190,9 @@ def _check_alike(problem: Exception | None, settings: dict[str, Any]) -> None:
     of_ranks = zip(*(values for _, values in answers), strict=True)
     for name, values in zip(settings, of_ranks, strict=True):
         if len(set(values)) > 1:
-            raise ValueError(f"parallelize has to be called alike on all ranks; {name}, rank by rank: {list(values)}.")
+            raise UlyssesValueError(
+                f"parallelize has to be called alike on all ranks; {name}, rank by rank: {list(values)}."
+            )
 
 
 def _groups(sp_size: int | None, group: SequenceGroup | dist.ProcessGroup | None) -> tuple[SequenceGroup, int, int]:
@@ -210,7 +213,7 @@ def _groups(sp_size: int | None, group: SequenceGroup | dist.ProcessGroup | None
     raise_first([text for text, _ in answers])
     groups = sorted({ranks for _, ranks in answers})
     if len({len(g) for g in groups}) > 1 or sorted(r for g in groups for r in g) != list(range(world.size)):
-        raise ValueError(
+        raise UlyssesValueError(
             f"the sequence-parallel groups of all ranks must divide the world of {world.size} into groups of one size, "
             f"got {groups}."
         )

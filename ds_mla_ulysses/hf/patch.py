@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesRuntimeError
 from ..layout.documents import Documents, gather_documents
 from ..layout.shard import LAYOUT
 from .arguments import NotCopied, by_name
@@ -101,7 +102,7 @@ def _attention(
 def _refuse_lost_documents(module: nn.Module, layer: _Layer) -> None:
     running = _RUNNING.get()
     if running is not None and running.patch is layer.patch:
-        raise RuntimeError(
+        raise UlyssesRuntimeError(
             f"{type(module).__name__} was called without the keyword arguments of the model's forward, so it would attend to "
             "one rank's tokens only: train this model without sequence parallelism."
         )
@@ -219,7 +220,7 @@ class ModelPatch(NotCopied):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gathers positions and padding once, and hands the documents down with this forward."""
         if _config_of(text_model)._attn_implementation != self._implementation:
-            raise RuntimeError(
+            raise UlyssesRuntimeError(
                 "the attention implementation of a parallelized model was changed: call handle.restore() first, then "
                 "set_attn_implementation, then parallelize."
             )
@@ -283,7 +284,7 @@ class ModelPatch(NotCopied):
         embeds = by_name(self._text_signature, args, kwargs).get("inputs_embeds")
         embeds_train = isinstance(embeds, Tensor) and embeds.requires_grad
         if embeds_train or any(p.requires_grad for p in self.model.parameters()):
-            raise RuntimeError(
+            raise UlyssesRuntimeError(
                 "a forward with gradients was given no layout, so it would train on this rank's tokens alone. Hand on the "
                 "shard, model(**handle.shard(batch).inputs), or in a Trainer or Accelerate loop the loader's batch, "
                 f"model(**batch) with {LAYOUT!r} in it. To evaluate or generate, use torch.no_grad(). To train on whole "

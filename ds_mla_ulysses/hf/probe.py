@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import UlyssesRuntimeError
+
 _logger = logging.getLogger("ds_mla_ulysses")
 
 #: The name of the recording functions, which transformers knows while a probe runs. It must not contain "flash".
@@ -316,7 +318,7 @@ class _WithoutValues(TorchDispatchMode):
                 self._counted.add(out)
             return out
         if not self._answers_left:
-            raise RuntimeError("the forward depends on too many values")
+            raise UlyssesRuntimeError("the forward depends on too many values")
         self._answers_left -= 1
         if func is aten.nonzero.default:
             return torch.empty(0, args[0].ndim, dtype=torch.long, device="meta")

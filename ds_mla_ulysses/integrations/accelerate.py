@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesValueError
 from ..hf.handle import Handle, handle_of
 from ..hf.moba import implementations_of
 from ..hf.parallelize import parallelize
@@ -81,7 +82,7 @@ class RegisteredModels:
         if sp_size == 1:
             return None
         if not isinstance(model, nn.Module):
-            raise ValueError(f"give the loaded model, not {model!r}: only that one is made sequence-parallel.")
+            raise UlyssesValueError(f"give the loaded model, not {model!r}: only that one is made sequence-parallel.")
         _check_processes()
         before = handle_of(model)
         if before is not None and before in self._handles:  # registered by an earlier Trainer
@@ -123,7 +124,7 @@ def _check_processes() -> None:
 
     processes, seen = dist.get_world_size(), PartialState().num_processes
     if seen != processes:
-        raise ValueError(
+        raise UlyssesValueError(
             f"Accelerate sees {seen} of the {processes} processes: on a machine without accelerator set use_cpu=True in "
             "TrainingArguments, or call accelerate.PartialState(cpu=True) before the Accelerator is built."
         )
@@ -132,7 +133,7 @@ def _check_processes() -> None:
 def _check_implementation(model: Any, asked_for: str | None) -> None:
     implementation, *others = implementations_of(model.config.get_text_config())
     if asked_for not in (None, implementation, *others):
-        raise ValueError(
+        raise UlyssesValueError(
             f"sp_attn_implementation={asked_for!r}, but the model was loaded with attn_implementation="
             f"{implementation!r}: leave sp_attn_implementation out (accelerate launch passes 'sdpa' by default: set "
             f"parallelism_config_sp_attn_implementation to {implementation!r}), or load the model with it."

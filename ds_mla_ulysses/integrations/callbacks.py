@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..errors import UlyssesTypeError, UlyssesValueError
 from ..hf.moba import set_moba
 
 
@@ -25,9 +26,9 @@ class FullAttentionCallback(TrainerCallback):
 
     def __init__(self, after: float) -> None:
         if not isinstance(after, (int, float)) or isinstance(after, bool):
-            raise TypeError(f"after must be the fraction of the steps that run MoBA, 0 to 1, got {after!r}.")
+            raise UlyssesTypeError(f"after must be the fraction of the steps that run MoBA, 0 to 1, got {after!r}.")
         if not 0 <= after <= 1:
-            raise ValueError(f"after must be the fraction of the steps that run MoBA, 0 to 1, got {after!r}.")
+            raise UlyssesValueError(f"after must be the fraction of the steps that run MoBA, 0 to 1, got {after!r}.")
         self.after = after
 
     def runs_moba(self, step: int, steps: int) -> bool:

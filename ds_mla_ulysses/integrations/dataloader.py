@@ -10,6 +10,7 @@ import torch
 
 from ..comm.agreement import gather_objects
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesValueError
 from ..layout.batch import exchange_batches
 
 
@@ -96,7 +97,7 @@ class ShardedDataLoader:
             length = None
         lengths = gather_objects(self.group, length)
         if len(set(lengths)) > 1:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"the ranks of a sequence-parallel group have different numbers of batches, {lengths}: leave Accelerate's "
                 "even_batches on, or drop the last batches (dataloader_drop_last=True)."
             )

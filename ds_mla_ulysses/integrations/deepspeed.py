@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import UlyssesRuntimeError, UlyssesValueError
 from ..hf.handle import Handle
 from ..requirements import check, lowest
 
@@ -122,10 +123,10 @@ def build_engine(
 def _check_handle(handle: Handle, model: nn.Module) -> None:
     """Raises an error unless the handle is that of the model, or of a part of it, and is still in force."""
     if handle.is_restored:
-        raise RuntimeError("the handle was restored: parallelize the model again.")
+        raise UlyssesRuntimeError("the handle was restored: parallelize the model again.")
     inside = {id(m) for m in model.modules()}
     if not all(id(m) in inside for m in handle.model.modules()):
-        raise ValueError("handle belongs to another model: pass the model that parallelize was given.")
+        raise UlyssesValueError("handle belongs to another model: pass the model that parallelize was given.")
 
 
 def _check_deepspeed() -> None:
@@ -134,12 +135,12 @@ def _check_deepspeed() -> None:
     from deepspeed.utils import groups
 
     if check("deepspeed", deepspeed.__version__) == "too old":
-        raise RuntimeError(
+        raise UlyssesRuntimeError(
             f"With DeepSpeed {deepspeed.__version__} the updates differ from those of one process: "
             f"install deepspeed >= {lowest('deepspeed')}."
         )
     if getattr(groups, "mesh_device", None) is not None:
-        raise RuntimeError("DeepSpeed already has a device mesh, which overrides the groups of this handle.")
+        raise UlyssesRuntimeError("DeepSpeed already has a device mesh, which overrides the groups of this handle.")
 
 
 def _check_settings(settings: Mapping[str, Any], handle: Handle) -> None:
@@ -154,12 +155,12 @@ def _check_settings(settings: Mapping[str, Any], handle: Handle) -> None:
     }
     for key, is_set in refused.items():
         if is_set:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"{key} changes the gradient scale in a way that this package does not support: remove it."
             )
     for key, have in (("sequence_parallel_size", handle.group.size), ("data_parallel_size", handle.data_size)):
         if settings.get(key, have) != have:
-            raise ValueError(f"{key} is {settings[key]} in the DeepSpeed config, but the handle has {have}.")
+            raise UlyssesValueError(f"{key} is {settings[key]} in the DeepSpeed config, but the handle has {have}.")
 
 
 def _complete_settings(settings: dict[str, Any]) -> None:
@@ -204,7 +205,7 @@ def _check_average(engine: Any) -> None:
     import deepspeed
 
     if engine.sequence_parallel_size != 1 or engine.seq_dp_world_size != dist.get_world_size():
-        raise RuntimeError(
+        raise UlyssesRuntimeError(
             f"DeepSpeed {deepspeed.__version__} averages gradients over other ranks than the versions that this package "
             "is tested with: install the pinned version of constraints.txt."
         )
@@ -343,13 +344,13 @@ def _fill_auto(settings: dict[str, Any], values: Mapping[str, Any]) -> dict[str,
     fill(settings, "")
     if missing:
         keywords = ", ".join(f"{path.rpartition('.')[2]}=..." for path in missing)
-        raise ValueError(
+        raise UlyssesValueError(
             f'the DeepSpeed config leaves {", ".join(missing)} "auto": give initialize({keywords}), or write values '
             "into the config."
         )
     unused = sorted(set(values) - used)
     if unused:
-        raise ValueError(f'{", ".join(unused)}: no key of that name is "auto" in the DeepSpeed config.')
+        raise UlyssesValueError(f'{", ".join(unused)}: no key of that name is "auto" in the DeepSpeed config.')
     return settings
 
 

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import UlyssesRuntimeError
 from ..hf.checks import Checks
 from ..hf.strategies import check_strategy
 from ..planner.auto import Auto
@@ -80,7 +81,7 @@ def install(
     if PROCESS.installation is not None:
         if PROCESS.installation.settings != settings:
             found = ", ".join(f"{name}={value!r}" for name, value in PROCESS.installation.settings.items())
-            raise RuntimeError(f"installed already, with {found}: call ds_mla_ulysses.uninstall() first.")
+            raise UlyssesRuntimeError(f"installed already, with {found}: call ds_mla_ulysses.uninstall() first.")
         return
     check_strategy(strategy, split, head_chunks)
     Checks(checks)
@@ -184,7 +185,7 @@ class _Found:
             owner = getattr(owner, part, object)
         if name not in vars(owner):
             package = module.split(".")[0]
-            raise RuntimeError(
+            raise UlyssesRuntimeError(
                 f"{package} {importlib.metadata.version(package)} has no {module}.{path}, which install() replaces: "
                 f"use {package}=={highest_tested(package)}."
             )

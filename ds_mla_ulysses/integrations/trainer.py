@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import gather_to
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesRuntimeError, UlyssesValueError
 from ..hf.families import names_of
 from ..hf.handle import Handle, handle_of
 from ..layout.batch import exchange_batches
@@ -60,7 +61,7 @@ def wrap_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             loss, outputs = _sharded_loss(self, model, inputs, num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
         if torch.is_grad_enabled() and self.get_sp_size() > 1:
-            raise ValueError(
+            raise UlyssesValueError(
                 "a training batch is not sharded over the sequence-parallel group: give the Trainer batches of the loader "
                 "that the Trainer (or accelerator.prepare) returns, with all their keys."
             )
@@ -82,11 +83,11 @@ def _sharded_loss(
     inputs = dict(inputs)
     shift_labels = inputs.pop(SHIFT_LABELS, None)
     if shift_labels is None:
-        raise ValueError("the batch has no labels: the loss under sequence parallelism is computed from them.")
+        raise UlyssesValueError("the batch has no labels: the loss under sequence parallelism is computed from them.")
     epsilon = getattr(trainer.label_smoother, "epsilon", 0.0)
     if _is_fused(handle.model, inputs):
         if epsilon:
-            raise ValueError(
+            raise UlyssesValueError(
                 "label_smoothing_factor is not supported with a fused loss: switch off fused_linear_cross_entropy."
             )
         # With num_items_in_batch=1, the model's loss is the sum over the local tokens.
@@ -123,12 +124,12 @@ def _sharded_loss(
 def _refuse_settings(trainer: Any) -> None:
     """Raises ValueError for settings of a Trainer that would compute something else on a shard."""
     if trainer.compute_loss_func is not None:
-        raise ValueError(
+        raise UlyssesValueError(
             "compute_loss_func is not supported under sequence parallelism: it would see one shard of each sequence. "
             "Remove it, or train without sequence parallelism."
         )
     if getattr(trainer.args, "neftune_noise_alpha", None) is not None:
-        raise ValueError(
+        raise UlyssesValueError(
             "neftune_noise_alpha is not supported under sequence parallelism: the noise would be scaled by the length of "
             "one rank's shard. Leave it out, or train without sequence parallelism."
         )
@@ -139,7 +140,7 @@ def _local_sum(outputs: Any) -> Tensor:
     if outputs.loss is not None:
         return outputs.loss
     if getattr(outputs, "log_probs", None) is None:
-        raise ValueError(
+        raise UlyssesValueError(
             "the auxiliary loss of routers is not supported with Liger's fused loss under sequence parallelism: switch off "
             "fused_linear_cross_entropy, or set output_router_logits=False."
         )
@@ -191,7 +192,7 @@ def _gather_sequence(x_BTV: Tensor, owner: int, group: SequenceGroup) -> Tensor 
 def _handle_of_trainer(trainer: Any) -> Handle:
     handle = handle_of(trainer.model)
     if handle is None:
-        raise RuntimeError("the batch is one rank's shard, but the Trainer's model is not parallelized.")
+        raise UlyssesRuntimeError("the batch is one rank's shard, but the Trainer's model is not parallelized.")
     return handle
 
 
@@ -220,7 +221,7 @@ def _check_loss(handle: Handle) -> None:
     if is_its_result is None:  # its forward cannot be run without weights, so its code has to tell
         is_its_result = "loss_function" in names_of(base)
     if not is_its_result or base.loss_function is not ForCausalLMLoss:
-        raise ValueError(
+        raise UlyssesValueError(
             f"{type(base).__name__} has a loss other than the cross entropy of the next token (ForCausalLMLoss), and would "
             "compute it on one rank's tokens: train it without sequence parallelism, or with a loop of your own and "
             "handle.loss."

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..comm.agreement import gather_objects, raise_first, report_of
 from ..comm.collectives import exchange_bytes
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesTypeError, UlyssesValueError
 from .shard import LAYOUT, SHIFT_LABELS, Shard, ShardLayout
 from .split import pieces_of
 
@@ -60,7 +61,7 @@ def shard_batch(
 def _given(batch: Any) -> dict[str, Any]:
     """The entries of a batch that are not None."""
     if not isinstance(batch, Mapping):
-        raise TypeError(f"batch must be a dict of tensors [B, S], got a {type(batch).__name__}.")
+        raise UlyssesTypeError(f"batch must be a dict of tensors [B, S], got a {type(batch).__name__}.")
     return {name: x for name, x in batch.items() if x is not None}
 
 
@@ -80,7 +81,7 @@ def _check_equal_batches(batch: Any, group: SequenceGroup) -> None:
     differing = [rank for rank, (_, other) in enumerate(answers) if other != first]
     if differing:
         names = [name for name in first if any(other.get(name) != first[name] for _, other in answers)]
-        raise ValueError(
+        raise UlyssesValueError(
             f"ranks 0 and {differing[0]} of the sequence-parallel group hold different batches (they differ in "
             f"{names or 'their names'}). The ranks of a group share each sequence, so give them the same data, for "
             "example with a sampler that has num_replicas=handle.data_size and rank=handle.data_rank."
@@ -186,20 +187,20 @@ def _pad(name: str, x: Tensor, missing: int) -> Tensor:
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     if LAYOUT in batch:
-        raise ValueError("the batch is a shard already: it has a layout. Give whole sequences.")
+        raise UlyssesValueError("the batch is a shard already: it has a layout. Give whole sequences.")
     name = next((n for n in ("input_ids", "inputs_embeds") if n in batch), None)
     if name is None:
-        raise ValueError(f"the batch has neither input_ids nor inputs_embeds, only {sorted(batch)}.")
+        raise UlyssesValueError(f"the batch has neither input_ids nor inputs_embeds, only {sorted(batch)}.")
     tokens = batch[name]
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape:
         shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"{name} must be a non-empty tensor [B, S], got {shape}.")
+        raise UlyssesValueError(f"{name} must be a non-empty tensor [B, S], got {shape}.")
     B, S = tokens.shape[:2]
     for name in ("labels", SHIFT_LABELS, "position_ids", "attention_mask"):
         x, allowed = batch.get(name), ((B, S), (1, S)) if name == "position_ids" else ((B, S),)
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in allowed):
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
+            raise UlyssesValueError(
                 f"{name} must be [B, S] = [{B}, {S}] like input_ids, got {shape}."
                 + (" Document and causal masks are made from position_ids: leave them out." if "mask" in name else "")
             )

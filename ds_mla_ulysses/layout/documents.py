@@ -19,6 +19,7 @@ from torch import Tensor
 from ..comm.agreement import gather_numbers, gather_objects, raise_first
 from ..comm.collectives import gather_now
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesValueError
 from .split import in_order, local_runs, uneven
 
 
@@ -217,7 +218,7 @@ def gather_documents(
         positions_SB.T, (state_SB // 2).T, (state_SB % 2).any().unsqueeze(0)
     )
     if hole is not None:
-        raise ValueError(hole)
+        raise UlyssesValueError(hole)
     if has_impossible:
         raise_first(gather_objects(group, describe_impossible()))
     return documents, positions_BT
@@ -236,13 +237,13 @@ def _agree(group: SequenceGroup, problem: str | None, shape: tuple[int, int], al
     raise_first([text for text, _, _ in answers])
     shapes = [of_rank for _, of_rank, _ in answers]
     if len(set(shapes)) > 1:
-        raise ValueError(
+        raise UlyssesValueError(
             f"the ranks of a sequence-parallel group got inputs of different shapes {shapes}: give every rank its shard "
             "of the same batch, as handle.shard does."
         )
     for what in alike:
         if any(others[what] != alike[what] for _, _, others in answers):
-            raise ValueError(f"{what} on some ranks of the sequence-parallel group and not on others.")
+            raise UlyssesValueError(f"{what} on some ranks of the sequence-parallel group and not on others.")
 
 
 def _problem(position_ids: Tensor | None, attention_mask: Tensor | None, B: int, T: int) -> str | None:

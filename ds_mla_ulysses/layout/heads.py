@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from ..errors import UlyssesValueError
+
 Result = TypeVar("Result")
 
 
@@ -35,12 +37,12 @@ class HeadPartition:
 
     def __post_init__(self) -> None:
         if self._queries < self.size:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"{self._queries} attention heads are too few for {self.size} ranks, each of which needs one: choose "
                 f"sp_size <= {self._queries}."
             )
         if self._queries % self.heads:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"{self._queries} query heads must be a multiple of the key/value heads, got {self.heads}: repeat the "
                 "key/value heads before the call."
             )

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..comm.agreement import all_reduce, gather_numbers, raise_everywhere
 from ..comm.collectives import accumulation_dtype
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesTypeError, UlyssesValueError
 from .batch import IGNORED_LABEL
 
 
@@ -82,15 +83,15 @@ def _misfit(logits: Any, labels: Any, num_items: Any) -> Exception | None:
     """Why there is no loss of these arguments."""
     if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
         found = [type(x).__name__ for x in (logits, labels)]
-        return TypeError(f"logits and shift_labels must be tensors, got {' and '.join(found)}.")
+        return UlyssesTypeError(f"logits and shift_labels must be tensors, got {' and '.join(found)}.")
     if logits.shape[:-1] != labels.shape:
-        return ValueError(
+        return UlyssesValueError(
             f"logits {tuple(logits.shape)} and shift_labels {tuple(labels.shape)} must be this rank's "
             "[B, T, vocabulary] and [B, T]: take both from the same shard of shard_batch."
         )
     is_number = num_items.numel() == 1 if isinstance(num_items, Tensor) else isinstance(num_items, Real)
     if num_items is not None and not is_number:
-        return TypeError(f"num_items must be what handle.num_items(shards) returns, got {num_items!r}.")
+        return UlyssesTypeError(f"num_items must be what handle.num_items(shards) returns, got {num_items!r}.")
     return None
 
 
@@ -110,12 +111,12 @@ def _raise_if_wrong(checked: list[float], group: SequenceGroup, vocabulary: int)
     if problems > 0:
         raise_everywhere(None, group)
     if impossible > 0:
-        raise ValueError(
+        raise UlyssesValueError(
             f"{int(impossible)} shift_labels of the batch are neither {IGNORED_LABEL} nor one of the {vocabulary} tokens of "
             "the vocabulary."
         )
     if group.size * squares != given * given:  # integers, so this is exact; equal only if all ranks gave the same
-        raise ValueError(
+        raise UlyssesValueError(
             f"num_items differs between the ranks of the sequence-parallel group (their mean is {given / group.size:g}, and "
             "-1 stands for none): pass what handle.num_items(shards) returns, on every rank."
         )

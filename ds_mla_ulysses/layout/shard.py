@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UlyssesTypeError, UlyssesValueError
+
 #: The key of the layout, in `Shard.inputs` and in the batches of `ShardedDataLoader`.
 LAYOUT = "ulysses_layout"
 SHIFT_LABELS = "shift_labels"
@@ -127,10 +129,10 @@ def labels_of(shard: Shard | Mapping[str, Any]) -> Tensor:
     elif isinstance(shard, Mapping):
         labels = shard.get(SHIFT_LABELS)
     else:
-        raise TypeError(
+        raise UlyssesTypeError(
             f"give the shard, as handle.shard(batch) returns it (or a batch of the Trainer's loader), not a "
             f"{type(shard).__name__}."
         )
     if labels is None:
-        raise ValueError("the shard has no labels: put labels into the batch before it is sharded.")
+        raise UlyssesValueError("the shard has no labels: put labels into the batch before it is sharded.")
     return labels

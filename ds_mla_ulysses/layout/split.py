@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesValueError
 
 
 def pieces_of(group: SequenceGroup, rank: int | None = None) -> list[int]:
@@ -35,7 +36,7 @@ def local_runs(group: SequenceGroup, tokens: int) -> list[slice]:
     """
     problem = uneven(group, tokens)
     if problem is not None:
-        raise ValueError(problem)
+        raise UlyssesValueError(problem)
     pieces = pieces_of(group, group.rank)
     width = tokens // len(pieces)
     runs = [slice(pieces[0] * width, (pieces[0] + 1) * width)]

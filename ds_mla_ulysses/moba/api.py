@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import UlyssesTypeError, UlyssesValueError
 from . import flash_implementation, operators
 from .boundaries import read_documents, seen_by_queries
 from .config import check_count, check_implementation
@@ -137,13 +138,13 @@ def moba_attention(
     for name, x in (("q", q_BTHK), ("k", k_BSGK), ("v", v_BSGV)):
         _check_is_tensor(name, x)
         if x.ndim != 4 or x.shape[0] != q_BTHK.shape[0]:
-            raise ValueError(f"{name} must be [batch, tokens, heads, width] of one batch, got {tuple(x.shape)}.")
+            raise UlyssesValueError(f"{name} must be [batch, tokens, heads, width] of one batch, got {tuple(x.shape)}.")
     (B, T), S = q_BTHK.shape[:2], k_BSGK.shape[1]
     first = S - T if first_query is None else first_query
     if T > S:
-        raise ValueError(f"each row has {T} queries but {S} keys: pass all keys up to the last query.")
+        raise UlyssesValueError(f"each row has {T} queries but {S} keys: pass all keys up to the last query.")
     if not 0 <= first <= S - T:
-        raise ValueError(f"queries {first}..{first + T} are not among {S} keys: see first_query.")
+        raise UlyssesValueError(f"queries {first}..{first + T} are not among {S} keys: see first_query.")
     if cu_seqlens is None and B == 1:
         flat = q_BTHK[0], k_BSGK[0, : first + T], v_BSGV[0, : first + T]
         return _attend(*flat, None, None, block_size, top_k, None, scale, implementation).unsqueeze(0)
@@ -238,7 +239,7 @@ def _attend(
 
 def _check_is_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
+        raise UlyssesTypeError(f"{name} must be a tensor, got {type(x).__name__}.")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -253,15 +254,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         and min(v.shape[1:]) > 0
     ):
         batched = ": flatten a batch into tokens" if max(q.ndim, k.ndim, v.ndim) == 4 else ""
-        raise ValueError(f"q must be [T, H, K], k [S, G, K] and v [S, G, V], {shapes}{batched}.")
+        raise UlyssesValueError(f"q must be [T, H, K], k [S, G, K] and v [S, G, V], {shapes}{batched}.")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"the number of query heads must be a multiple of the number of KV heads, {shapes}.")
+        raise UlyssesValueError(f"the number of query heads must be a multiple of the number of KV heads, {shapes}.")
     if q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
+        raise UlyssesValueError(
             f"q, k and v must have one dtype, fp64, fp32, bf16 or fp16, got q {q.dtype}, k {k.dtype}, v {v.dtype}."
         )
     if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on one device, got q {q.device}, k {k.device}, v {v.device}.")
+        raise UlyssesValueError(f"q, k and v must be on one device, got q {q.device}, k {k.device}, v {v.device}.")
 
 
 def _boundaries(T: int, S: int, cu_k: Tensor | None, cu_q: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -271,11 +272,13 @@ def _boundaries(T: int, S: int, cu_k: Tensor | None, cu_q: Tensor | None) -> tup
             _check_boundaries(name, cu)
     if cu_k is None:
         if cu_q is not None:
-            raise ValueError("cu_seqlens_q was given without cu_seqlens: pass both, or neither for one document.")
+            raise UlyssesValueError(
+                "cu_seqlens_q was given without cu_seqlens: pass both, or neither for one document."
+            )
         return torch.tensor([0, T]), torch.tensor([0, S])
     if cu_q is None:
         if T != S:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"got {T} queries and {S} keys: pass cu_seqlens_q, the boundaries of the documents' last queries."
             )
         cu_q = cu_k
@@ -284,9 +287,11 @@ def _boundaries(T: int, S: int, cu_k: Tensor | None, cu_q: Tensor | None) -> tup
 
 def _check_boundaries(name: str, cu: Any) -> None:
     if not isinstance(cu, Tensor):
-        raise TypeError(f"{name} must be an int32 or int64 tensor [documents + 1], got {type(cu).__name__}.")
+        raise UlyssesTypeError(f"{name} must be an int32 or int64 tensor [documents + 1], got {type(cu).__name__}.")
     if cu.ndim != 1 or cu.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be an int32 or int64 tensor [documents + 1], got {cu.dtype} {tuple(cu.shape)}.")
+        raise UlyssesValueError(
+            f"{name} must be an int32 or int64 tensor [documents + 1], got {cu.dtype} {tuple(cu.shape)}."
+        )
 
 
 def _dense(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:

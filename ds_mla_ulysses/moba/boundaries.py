@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import UlyssesValueError
+
 
 @dataclass(frozen=True)
 class Document:
@@ -60,21 +62,21 @@ def read_documents(
     for name, cu, tokens in (("cu_seqlens", cu_k, keys), ("cu_seqlens_q", cu_q, queries)):
         values = cu.tolist()
         if not values or values[0] != 0 or values[-1] != tokens or values != sorted(values):
-            raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, got {_short(values)}.")
+            raise UlyssesValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, got {_short(values)}.")
         bounds.append(values)
     if len(bounds[0]) != len(bounds[1]):
-        raise ValueError(
+        raise UlyssesValueError(
             f"cu_seqlens_q and cu_seqlens must divide the same documents, got {len(bounds[1]) - 1} and "
             f"{len(bounds[0]) - 1} of them."
         )
     documents = []
     for (k0, k1), (q0, q1) in zip(*(itertools.pairwise(b) for b in bounds), strict=True):
         if q1 - q0 > k1 - k0:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"document {k0}..{k1} has {q1 - q0} queries but {k1 - k0} keys: pass all keys up to the last query."
             )
         if max_seqlen is not None and k1 - k0 > max_seqlen:
-            raise ValueError(f"max_seqlen is {max_seqlen}, but a document of cu_seqlens has {k1 - k0} tokens.")
+            raise UlyssesValueError(f"max_seqlen is {max_seqlen}, but a document of cu_seqlens has {k1 - k0} tokens.")
         if q1 > q0:
             documents.append(Document(q0, k0, q1 - q0, k1 - k0))
     return documents
@@ -107,7 +109,7 @@ def seen_by_queries(
         start, last = row * keys, first + queries
         inside = [b - start for b in boundaries if start <= b <= start + keys]
         if not inside or (inside[0], inside[-1]) != (0, keys):
-            raise ValueError(
+            raise UlyssesValueError(
                 f"cu_seqlens must begin a document at each row of {keys} tokens, got {_short(boundaries)}."
             )
         documents = [(a, b) for a, b in itertools.pairwise(inside) if a < last and b > first and a < b]

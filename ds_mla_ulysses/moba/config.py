@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import UlyssesTypeError, UlyssesValueError
+
 #: The names of all implementations. "auto" stands for one of them: see `choose_implementation`.
 IMPLEMENTATIONS = ("reference", "torch", "flash", "triton")
 
@@ -38,7 +40,9 @@ class MoBAConfig:
             value = getattr(self, name)
             if isinstance(value, (tuple, list)):
                 if not value:
-                    raise ValueError(f"{name} must have one integer >= 1 for each layer, got an empty {value!r}.")
+                    raise UlyssesValueError(
+                        f"{name} must have one integer >= 1 for each layer, got an empty {value!r}."
+                    )
                 object.__setattr__(self, name, tuple(value))
                 for number in value:
                     check_count(name, number)
@@ -46,12 +50,12 @@ class MoBAConfig:
                 check_count(name, value)
         layers = self.full_attention_layers
         if not isinstance(layers, (tuple, list)) or not all(_is_int(i) for i in layers):
-            raise TypeError(f"full_attention_layers must be a tuple of layer indices, got {layers!r}.")
+            raise UlyssesTypeError(f"full_attention_layers must be a tuple of layer indices, got {layers!r}.")
         object.__setattr__(self, "full_attention_layers", tuple(layers))
         if not isinstance(self.dense, str):
-            raise TypeError(f"dense must be the name of an attention implementation, got {self.dense!r}.")
+            raise UlyssesTypeError(f"dense must be the name of an attention implementation, got {self.dense!r}.")
         if not self.dense:
-            raise ValueError("dense must be the name of an attention implementation, such as 'sdpa', got ''.")
+            raise UlyssesValueError("dense must be the name of an attention implementation, such as 'sdpa', got ''.")
         check_implementation(self.implementation)
 
     def blocks_of(self, layer: int, layers: int) -> tuple[int, int] | None:
@@ -67,11 +71,13 @@ class MoBAConfig:
         """
         for index in (layer, *self.full_attention_layers):
             if not -layers <= index < layers:
-                raise ValueError(f"layer {index} is not in a model of {layers} layers: see full_attention_layers.")
+                raise UlyssesValueError(
+                    f"layer {index} is not in a model of {layers} layers: see full_attention_layers."
+                )
         for name in ("block_size", "top_k"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != layers:
-                raise ValueError(f"{name} has {len(value)} numbers, but the model has {layers} layers.")
+                raise UlyssesValueError(f"{name} has {len(value)} numbers, but the model has {layers} layers.")
         if layer % layers in {index % layers for index in self.full_attention_layers}:
             return None
         return _of_layer(self.block_size, layer), _of_layer(self.top_k, layer)
@@ -80,16 +86,16 @@ class MoBAConfig:
 def check_count(name: str, value: object) -> None:
     """Raises TypeError unless the argument is an int, and ValueError unless it is at least 1."""
     if not _is_int(value):
-        raise TypeError(f"{name} must be an integer >= 1, got {value!r}.")
+        raise UlyssesTypeError(f"{name} must be an integer >= 1, got {value!r}.")
     if value < 1:  # type: ignore[operator]
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+        raise UlyssesValueError(f"{name} must be an integer >= 1, got {value!r}.")
 
 
 def check_implementation(name: str) -> None:
     """Raises TypeError unless the name is a string, and ValueError unless it is "auto" or in `IMPLEMENTATIONS`."""
     if name not in ("auto", *IMPLEMENTATIONS):
         valid = ", ".join(map(repr, IMPLEMENTATIONS))
-        error = ValueError if isinstance(name, str) else TypeError
+        error = UlyssesValueError if isinstance(name, str) else UlyssesTypeError
         raise error(f"unknown MoBA implementation {name!r}: choose 'auto' or one of {valid}.")
 
 

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm.collectives import accumulation_dtype
+from ..errors import UlyssesValueError
 from .boundaries import Document, sparse_documents
 from .routing import select_blocks
 
@@ -104,14 +105,14 @@ def varlen_backward(
 def check(q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor) -> None:
     """Implements `Implementation.check`."""
     if q_THK.dtype not in _DTYPES:
-        raise ValueError(f"implementation 'flash' runs in bf16 and fp16, got {q_THK.dtype}: choose 'torch'.")
+        raise UlyssesValueError(f"implementation 'flash' runs in bf16 and fp16, got {q_THK.dtype}: choose 'torch'.")
     K, V = q_THK.shape[-1], v_SGV.shape[-1]
     if max(K, V) > _WIDEST:
-        raise ValueError(
+        raise UlyssesValueError(
             f"implementation 'flash' supports head widths up to {_WIDEST}, got q and k {K}, v {V}: choose 'torch'."
         )
     if not is_available(q_THK.device):
-        raise ValueError(
+        raise UlyssesValueError(
             "implementation 'flash' needs an NVIDIA GPU of compute capability 8.0 or higher and a torch with flash "
             f"attention, got tensors on {q_THK.device}: choose 'torch'."
         )
@@ -228,7 +229,7 @@ class _Segments:
             device: the device of the result.
         """
         if len(queries_N) > _MOST_SEGMENTS:
-            raise ValueError(
+            raise UlyssesValueError(
                 f"implementation 'flash' supports at most {_MOST_SEGMENTS} blocks and dense documents in a call, got "
                 f"{len(queries_N)}: choose a larger block_size, or 'torch'."
             )
@@ -320,7 +321,7 @@ def _kv_heads(blocks_THJ: Tensor, G: int, sparse: Sequence[Document], block_size
     (T, H, J), device = blocks_THJ.shape, blocks_THJ.device
     R = H // G
     if T * R * J >= 2**31:
-        raise ValueError(
+        raise UlyssesValueError(
             f"implementation 'flash' counts pairs of a row and a block in int32, got {T} queries of {R} heads with "
             f"{J} past blocks each: choose 'torch', or pass fewer queries at a time."
         )

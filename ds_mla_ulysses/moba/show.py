@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..errors import UlyssesTypeError, UlyssesValueError
 from .api import moba_select
 from .boundaries import read_documents
 from .config import check_count
@@ -75,16 +76,16 @@ def cells(
     """
     check_count("block_size", block_size)
     if not isinstance(blocks_THJ, Tensor):
-        raise TypeError(f"blocks must be the tensor that moba_select returned, got {type(blocks_THJ).__name__}.")
+        raise UlyssesTypeError(f"blocks must be the tensor that moba_select returned, got {type(blocks_THJ).__name__}.")
     if blocks_THJ.ndim != 3 or blocks_THJ.is_floating_point():
-        raise ValueError(
+        raise UlyssesValueError(
             "blocks must be the tensor that moba_select returned, int [T, H, J], got "
             f"{blocks_THJ.dtype} {tuple(blocks_THJ.shape)}."
         )
     (T, H, _), (cu_q, cu_k) = blocks_THJ.shape, _bounds(blocks_THJ, cu_seqlens, cu_seqlens_q)
     S = int(cu_k[-1]) if len(cu_k) else 0
     if S > _MOST_TOKENS:
-        raise ValueError(f"a picture has room for {_MOST_TOKENS} keys, got {S}: draw fewer documents.")
+        raise UlyssesValueError(f"a picture has room for {_MOST_TOKENS} keys, got {S}: draw fewer documents.")
     out_HTS = torch.full((H, T, S), FUTURE, dtype=torch.uint8)
     for doc in read_documents(cu_q, cu_k, T, S):
         rows, columns = slice(doc.q, doc.q + doc.queries), slice(doc.k, doc.k + doc.keys)
@@ -92,7 +93,7 @@ def cells(
         position_T1, position_S = torch.arange(doc.offset, doc.keys).unsqueeze(1), torch.arange(doc.keys)
         current_T1 = position_T1 // block_size
         if bool((blocks_HTJ >= current_T1).any()):
-            raise ValueError(
+            raise UlyssesValueError(
                 f"some query of document {doc.k}..{doc.k + doc.keys} picked a block that is not in its past: pass the "
                 "cu_seqlens and the block_size of the selection."
             )

@@ -36,6 +36,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import UlyssesValueError
 from .boundaries import Document, sparse_documents
 from .routing import select_blocks
 
@@ -58,26 +59,30 @@ def check(q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor) -> None:
     (T, H, K), (S, G, _), V = q_THK.shape, k_SGK.shape, v_SGV.shape[-1]
     device, dtype, instead = q_THK.device, q_THK.dtype, "choose 'torch'."
     if dtype == torch.float64:
-        raise ValueError(
+        raise UlyssesValueError(
             f"implementation 'triton' sums in fp32 and supports fp32, bf16 and fp16, got {dtype}: {instead}"
         )
     if _row_bytes(q_THK, v_SGV) > _ROW_BYTES or K > _KEY_WIDTH:
-        raise ValueError(f"implementation 'triton' does not support heads of widths {K} and {V} in {dtype}: {instead}")
+        raise UlyssesValueError(
+            f"implementation 'triton' does not support heads of widths {K} and {V} in {dtype}: {instead}"
+        )
     if T * (H // G) >= _INT32 - 1024 or S >= _INT32 - 1024:
-        raise ValueError(
+        raise UlyssesValueError(
             "implementation 'triton' counts tokens, times the query heads of a KV head, in 32 bits, got "
             f"q {tuple(q_THK.shape)}, k {tuple(k_SGK.shape)}: {instead}"
         )
     if importlib.util.find_spec("triton") is None:
-        raise ValueError(f"implementation 'triton' needs the package triton, which is not installed: {instead}")
+        raise UlyssesValueError(f"implementation 'triton' needs the package triton, which is not installed: {instead}")
     interpreted = _kernels().INTERPRETED
     if device.type != "cuda" and not (interpreted and device.type == "cpu"):
-        raise ValueError(
+        raise UlyssesValueError(
             "implementation 'triton' runs on CUDA devices, or slowly on a CPU if TRITON_INTERPRET=1 is set before the "
             f"first call, got tensors on {device}: {instead}"
         )
     if interpreted and dtype == torch.bfloat16:
-        raise ValueError(f"Triton's interpreter (TRITON_INTERPRET=1) is wrong in bf16: use fp32 or fp16, or {instead}")
+        raise UlyssesValueError(
+            f"Triton's interpreter (TRITON_INTERPRET=1) is wrong in bf16: use fp32 or fp16, or {instead}"
+        )
 
 
 def _on_its_device(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.group import SequenceGroup
+from ..errors import UlyssesValueError
 from .cost import Estimate, choose, estimate, other_splits
 from .strategies import STRATEGIES, names_with_split
 from .work import Machine, Work
@@ -52,9 +53,11 @@ class Auto:
             for name in names:
                 value = getattr(self, name)
                 if value is not None and not (type(value) in kinds and 0 < value < math.inf):
-                    raise ValueError(f"Auto({name}={value!r}) must be a positive {of}, or left out.")
+                    raise UlyssesValueError(f"Auto({name}={value!r}) must be a positive {of}, or left out.")
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            raise ValueError(f"Auto(dtype={self.dtype!r}) must be a torch.dtype such as torch.bfloat16, or left out.")
+            raise UlyssesValueError(
+                f"Auto(dtype={self.dtype!r}) must be a torch.dtype such as torch.bfloat16, or left out."
+            )
 
 
 def decide(
@@ -112,7 +115,7 @@ def _device_of_job(group: SequenceGroup, device: torch.device) -> torch.device:
     if accelerators:
         return torch.device(accelerators[0], torch.accelerator.current_device_index())
     if "cpu" not in backends:
-        raise ValueError(
+        raise UlyssesValueError(
             f"strategy='auto' cannot measure on a CPU over the backend {named!r}: move the model to its device first, or "
             "give Auto(link_gbps=, tflops=)."
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from ..errors import UlyssesValueError
 from ..layout.widths import HeadWidths, MLAWidths
 from .strategies import STRATEGIES, names_with_split
 from .work import Machine, Work
@@ -107,7 +108,7 @@ def choose(found: Iterable[Estimate]) -> tuple[Estimate, str]:
     found = list(found)
     possible = [e for e in found if e.refused is None]
     if not possible:
-        raise ValueError("no strategy is possible: " + "; ".join(f"{e.strategy}: {e.refused}" for e in found))
+        raise UlyssesValueError("no strategy is possible: " + "; ".join(f"{e.strategy}: {e.refused}" for e in found))
     best = min(possible, key=lambda e: e.ms)
     others = sorted((e for e in possible if e is not best), key=lambda e: e.ms)
     if not others:

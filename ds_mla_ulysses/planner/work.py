@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import UlyssesValueError
 from ..layout.widths import HeadWidths, MLAWidths
 
 
@@ -49,4 +50,4 @@ class Work:
 
     def __post_init__(self) -> None:
         if self.sequence is not None and self.sequence > self.tokens > 0:
-            raise ValueError(f"a sequence of {self.sequence} tokens is longer than all {self.tokens} of them.")
+            raise UlyssesValueError(f"a sequence of {self.sequence} tokens is longer than all {self.tokens} of them.")

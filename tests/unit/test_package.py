@@ -19,7 +19,7 @@ from ds_mla_ulysses.version import OPTIONAL_REQUIREMENTS, PYTHON, REQUIREMENTS
 PACKAGE = Path(ds_mla_ulysses.__file__).parent
 LAYERS = ["comm", "layout", "planner", "moba", "attention", "hf", "integrations", "checking", "cli"]
 #: Files at the top that every layer may import.
-COMMON = ("version", "requirements", "process_state")
+COMMON = ("version", "requirements", "process_state", "errors")
 
 
 def python(code):
@@ -375,3 +375,20 @@ def test_changes_of_module_state_are_found(source):
 )
 def test_other_changes_are_not_module_state(source):
     assert not changes_of_module_state(source)
+
+
+@FILES
+def test_exceptions_are_the_packages(path):
+    """`except UlyssesError` catches whatever the package raises on purpose."""
+    builtin = ("ValueError", "TypeError", "RuntimeError", "Exception")
+    made = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not [f"line {c.lineno}" for c in made if isinstance(c.func, ast.Name) and c.func.id in builtin]
+
+
+def test_exceptions_are_builtin_ones_too():
+    from ds_mla_ulysses import errors
+
+    assert issubclass(ds_mla_ulysses.UnsupportedModelError, (errors.UlyssesError, ValueError))
+    for name, builtin in (("Value", ValueError), ("Type", TypeError), ("Runtime", RuntimeError)):
+        error = getattr(errors, f"Ulysses{name}Error")
+        assert issubclass(error, ds_mla_ulysses.UlyssesError) and issubclass(error, builtin)

@@ -96,7 +96,9 @@ def asks_for_a_strategy(text):
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_nobody_asks_for_a_strategy_by_its_name(path):
-    assert not [name for name in names_asked_for(ast.parse(path.read_text())) if asks_for_a_strategy(name)]
+    asked = {name for name in names_asked_for(ast.parse(path.read_text())) if asks_for_a_strategy(name)}
+    # A case of check has the name "packed" too: packed documents.
+    assert asked == ({"packed"} if path.name == "cases.py" else set())
 
 
 def value_of(formula, widths, ranks, rank):

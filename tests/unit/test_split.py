@@ -68,7 +68,7 @@ def test_batches_of_head_and_tail(S):
                 [whole[i] for i in mine]
             ], name
         assert part.inputs["other"] == "kept"
-        assert part.layout == ShardLayout("head_tail", 2, rank, 4 * width) == part.inputs["ulysses_layout"]
+        assert part.layout == ShardLayout("head_tail", 2, rank, 4 * width, S) == part.inputs["ulysses_layout"]
 
 
 def test_the_group_says_how():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...attention.chunks import HeadChunks, check_count
 from ...comm.group import SequenceGroup
+from ...errors import UlyssesValueError
 from ...layout.heads import HeadPartition
 from ...layout.widths import HeadWidths, MLAWidths
 from ...planner.auto import Auto, decide
@@ -50,9 +51,9 @@ def check_strategy(strategy: str | Auto, split: str, head_chunks: int) -> Auto |
     if isinstance(strategy, Auto) or strategy == "auto":
         return strategy if isinstance(strategy, Auto) else Auto()
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {['auto', *STRATEGIES]}, got {strategy!r}.")
+        raise UlyssesValueError(f"strategy must be one of {['auto', *STRATEGIES]}, got {strategy!r}.")
     if split not in STRATEGIES[strategy].splits:
-        raise ValueError(
+        raise UlyssesValueError(
             f"split={split!r} is for strategy={one_of(names_with_split(split))}, whose queries stay on their rank: with "
             f"{strategy!r} every rank has the same work already. Choose split='contiguous'."
         )
