@@ -60,7 +60,7 @@ def page(result: dict[str, Any]) -> str:
         "## Equal",
         "",
         "The loss, the logits and the gradient of every parameter agree with one process, for these strategies. Models with",
-        "`float32` do not run in float64 and were compared within 5e-3, the others within 1e-10.",
+        "`float32` do not run in float64 and were compared within 5e-3, the others within 1e-10 or [the rounding of one process](check.md#what-is-compared).",
         "",
         "| model type | example checkpoint | layers of the small model | strategies |",
         "|---|---|---|---|",
