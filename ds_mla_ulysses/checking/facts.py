@@ -252,11 +252,14 @@ FACTS: Mapping[str, Facts] = {
     ),
     "mamba2": Facts(settings=dict(num_heads=8, head_dim=16)),
     "ministral": Facts(settings=dict(head_dim=16)),
-    "mistral4": Facts(class_name="Mistral4ForCausalLM"),
-    "musicgen": Facts(class_name="MusicgenForCausalLM", part="decoder", settings=dict(num_hidden_layers=2)),
-    "musicgen_melody": Facts(
-        class_name="MusicgenMelodyForCausalLM", part="decoder", settings=dict(num_hidden_layers=2)
+    "mistral4": Facts(class_name="Mistral4ForCausalLM", settings=dict(head_dim=16)),
+    "musicgen": Facts(
+        class_name="MusicgenForCausalLM", part="decoder", settings=dict(num_hidden_layers=2, num_codebooks=1)
     ),
+    "musicgen_melody": Facts(
+        class_name="MusicgenMelodyForCausalLM", part="decoder", settings=dict(num_hidden_layers=2, num_codebooks=1)
+    ),
+    "nemotron": Facts(settings=dict(num_key_value_heads=2)),
     "plbart": Facts(settings=_SEQ2SEQ),
     "qwen4_exp": Facts(is_small=True, init=dict(text_config=_QWEN4, vision_config=_QWEN4_VISION)),
     "qwen4_exp_text": Facts(is_small=True, init=_QWEN4),

@@ -254,7 +254,7 @@ def _shrink(config: Any, is_type: bool) -> None:
     """Cuts the widths and the layers of a config and of the configs in it."""
     settings = vars(config)
     is_mla = bool(settings.get("kv_lora_rank"))
-    changed: dict[str, Any] = {name: width for name, width in _WIDTHS.items() if _is_number(settings.get(name))}
+    changed: dict[str, Any] = {name: x for name, x in _WIDTHS.items() if _is_number(settings.get(name))}
     changed |= {name: min(most, settings[name]) for name, most in _AT_MOST.items() if type(settings.get(name)) is int}
     for name, value in settings.items():
         if isinstance(value, float) and any(

@@ -146,7 +146,8 @@ def _warn_if_untested(model: nn.Module, found: AttentionModel) -> None:
     if found.model_type not in TESTED and getattr(model.config, "model_type", None) not in TESTED:
         warnings.warn(
             f"{found.model_type} has attention layers like those of the models that this package is tested with "
-            f"({', '.join(TESTED)}), but was not tested itself: compare one step with one process before you trust it.",
+            f"({', '.join(TESTED)}), but was not tested itself: compare one step with one process before you trust it. The command "
+            "`ds-mla-ulysses check --model config.json` does so with a small model of the same architecture.",
             stacklevel=3,
         )
 

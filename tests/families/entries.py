@@ -41,7 +41,6 @@ VARIANTS: Mapping[str, Entry] = {
             "activation_sparsity_pattern": [0.0] * 6,
             "intermediate_size": [64] * 6,
         },
-        {"num_hidden_layers": 6},
     ),
     "gemma3n_text, sparse activations": Entry("gemma3n_text", {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]}),
     "phi3, longrope": Entry(
@@ -73,8 +72,13 @@ VARIANTS: Mapping[str, Entry] = {
 }
 
 
+#: Text models that no automatic class for causal language models has.
+OTHERS = ("kimi_k25", "mistral4")
+
+
 def entries() -> dict[str, Entry]:
-    """Every causal language model type of the installed transformers, and the variants."""
+    """Every causal language model type of the installed transformers, the other text models, and the variants."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return {kind: Entry(kind) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} | dict(VARIANTS)
+    kinds = sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OTHERS])
+    return {kind: Entry(kind) for kind in kinds} | dict(VARIANTS)

@@ -12,9 +12,12 @@ import argparse
 import dataclasses
 import datetime
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
+import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,15 @@ def result_of(report: Report, cases: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+def checkpoint_of(kind: str) -> str:
+    """The checkpoint that the documentation of the config class names; empty if it names none."""
+    from transformers import CONFIG_MAPPING
+
+    source = inspect.getsource(sys.modules[CONFIG_MAPPING[kind].__module__])
+    found = re.search(r'checkpoint="([^"]+)"', source)
+    return found[1] if found else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
@@ -76,7 +88,7 @@ def main() -> None:
     parser.add_argument("--strategy", default=",".join(STRATEGIES))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--most", type=int, default=10**6, help="stop after so many entries")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     known = entries()
     result = json.loads(args.file.read_text()) if args.file.exists() else {}
@@ -86,7 +98,7 @@ def main() -> None:
     with Worker() as worker:
         for name in names[: args.most]:
             report = check_entry(worker, name, known[name], cases, strategies, args.ranks)
-            done[name] = result_of(report, cases)
+            done[name] = result_of(report, cases) | {"checkpoint": checkpoint_of(known[name].model_type)}
             print(f"{report.verdict:12} {name:26} {report.seconds:5.1f} s  {report.reason[:200]}", flush=True)
             store(args.file, done)
     print(dict(Counter(row["verdict"] for row in done.values())), f"{len(known) - len(set(known) & set(done))} to do")

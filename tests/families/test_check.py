@@ -12,7 +12,7 @@ import pytest
 from entries import entries
 
 import ds_mla_ulysses as dmu
-from ds_mla_ulysses.checking import recipe
+from ds_mla_ulysses.checking import compare, recipe
 from ds_mla_ulysses.checking.report import Report, Row
 from ds_mla_ulysses.checking.request import CASES
 from ds_mla_ulysses.checking.run import Worker, make_request
@@ -156,6 +156,19 @@ def test_the_worst_row_is_the_verdict():
     assert Report("x", rows=(rows[0], Row("gather_kv", "", "refused", reason="r"))).verdict == "equal"
     assert Report("x", rows=(Row("gather_kv", "", "refused", reason="r"),)).verdict == "refused"
     assert Report("x").verdict == "not checked"
+
+
+@pytest.mark.parametrize(
+    "off,alone,verdict",
+    [(1e-11, None, "equal"), (1e-9, 1e-10, "equal"), (1e-9, 9e-11, "different"), (1e-6, None, "different")],
+)
+def test_only_small_errors_are_compared_with_rounding(off, alone, verdict):
+    def rounding():
+        assert alone is not None, "asked for the rounding of one process"
+        return alone
+
+    row = compare._row(make_request("llama"), "packed", "plain", compare.Errors(off, 0.0, 0.0, ""), rounding)
+    assert row.verdict == verdict and bool(row.reason) == (off == alone * 10 if alone else False)
 
 
 def test_layers_to_keep():

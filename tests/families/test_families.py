@@ -1,0 +1,60 @@
+"""A part of `make families`, and the page that is written from its result."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from entries import VARIANTS, entries
+from sweep import check_entry
+from table import PAGE, newest_result, page
+
+from ds_mla_ulysses.checking.run import Worker
+
+RESULT = json.loads(newest_result().read_text())
+#: One of each kind: MLA, grouped heads, experts, windows, sinks, two attentions in a layer, RoPE by length, an encoder as
+#: a decoder, a wrapper, and those that are refused.
+FAST = (
+    "deepseek_v3",
+    "longcat_flash",
+    "llama",
+    "qwen3_moe",
+    "gemma3_text",
+    "gpt_oss",
+    "phi3, longrope",
+    "cohere2",
+    "olmo3",
+    "roberta",
+    "deepseek_v32",
+    "qwen3_next",
+    "stablelm",
+)
+#: Model types whose layers do not hand on their documents: right only if they are refused.
+NOT_EQUAL = ("stablelm", "nemotron", "doge")
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker() as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_as_stored(worker, name):
+    report = check_entry(worker, name, entries()[name], strategies=("packed",))
+    stored = RESULT["models"][name]
+    if name in NOT_EQUAL:
+        assert report.verdict in ("different", "refused"), str(report)
+        return
+    assert report.verdict == stored["verdict"], str(report)
+    if report.verdict == "equal":
+        assert "packed" in stored["strategies"]
+
+
+def test_every_causal_model_type_has_a_verdict():
+    assert set(entries()) <= set(RESULT["models"])
+    assert set(VARIANTS) <= set(RESULT["models"])
+
+
+def test_the_page_is_that_of_the_newest_result():
+    assert PAGE.read_text(encoding="utf-8") == page(RESULT)
