@@ -11,6 +11,9 @@ from ..errors import UlyssesValueError
 from ..layout.widths import HeadWidths, MLAWidths
 from ..planner.models import PRESETS, widths_of_config
 
+#: Config classes make lists with an entry for each layer.
+_MOST_LAYERS = 10_000
+
 
 def find_widths(model: str) -> MLAWidths | HeadWidths:
     """Returns the widths of a preset, of a config.json, or of a folder that holds a config.json.
@@ -31,10 +34,33 @@ def find_widths(model: str) -> MLAWidths | HeadWidths:
             "Hub are not fetched)."
         )
     try:
+        return widths_of_config(_text_config(_read(path)))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply for the config of a model.") from None
+
+
+def _read(path: Path) -> Any:
+    """What the JSON file says.
+
+    Raises:
+        ValueError: it is not JSON, or says impossible numbers of layers.
+    """
+    try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        raise UlyssesValueError(f"{path} is not JSON: {error}.") from None
-    return widths_of_config(_text_config(config))
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+    _refuse_impossible_layers(config)
+    return config
+
+
+def _refuse_impossible_layers(config: Any) -> None:
+    """Raises ValueError for numbers of layers with which transformers would make lists that fill the memory."""
+    values = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    for name, value in values:
+        is_count = isinstance(name, str) and name.endswith(("layer", "layers")) and isinstance(value, (int, float))
+        if is_count and value > _MOST_LAYERS:
+            raise ValueError(f"the config says {name} {value!r}, which is more than the {_MOST_LAYERS} that are read.")
+        _refuse_impossible_layers(value)
 
 
 def _text_config(config: Any) -> Any:

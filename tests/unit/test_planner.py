@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -316,3 +317,27 @@ def test_without_torch():
     ), done
     assert done["plan"].returncode == 2
     assert "torch is not installed: `ds-mla-ulysses doctor` shows" in done["plan"].stderr
+
+
+_LLAMA = dict(model_type="llama", hidden_size=64, num_attention_heads=4)
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ('{"a":' * 5000 + "1" + "}" * 5000, "config.json is nested too deeply"),
+        ("[" * 5000 + "]" * 5000, "config.json is nested too deeply"),
+        (json.dumps(_LLAMA | dict(num_hidden_layers=10**9)), "says num_hidden_layers 1000000000, which is more than"),
+        (json.dumps(_LLAMA | dict(model_type="qwen2", num_hidden_layers=1e9)), "says num_hidden_layers 1000000000.0"),
+        (json.dumps(dict(text_config=_LLAMA | dict(num_hidden_layers=10**9))), "says num_hidden_layers 1000000000"),
+    ],
+)
+def test_configs_that_would_not_end(tmp_path, capsys, text, message):
+    from ds_mla_ulysses.cli import main
+
+    (tmp_path / "config.json").write_text(text)
+    before = time.monotonic()
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--model", str(tmp_path), "--sp", "2", "--tokens", "64"])
+    assert time.monotonic() - before < 1
+    assert caught.value.code == 2 and message in capsys.readouterr().err
