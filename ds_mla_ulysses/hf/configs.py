@@ -36,7 +36,7 @@ def find_widths(model: str) -> MLAWidths | HeadWidths:
     try:
         return widths_of_config(_text_config(_read(path)))
     except RecursionError:
-        raise ValueError(f"{path} is nested too deeply for the config of a model.") from None
+        raise UlyssesValueError(f"{path} is nested too deeply for the config of a model.") from None
 
 
 def _read(path: Path) -> Any:
@@ -48,7 +48,7 @@ def _read(path: Path) -> Any:
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
+        raise UlyssesValueError(f"{path} is not JSON: {error}.") from None
     _refuse_impossible_layers(config)
     return config
 
@@ -59,7 +59,9 @@ def _refuse_impossible_layers(config: Any) -> None:
     for name, value in values:
         is_count = isinstance(name, str) and name.endswith(("layer", "layers")) and isinstance(value, (int, float))
         if is_count and value > _MOST_LAYERS:
-            raise ValueError(f"the config says {name} {value!r}, which is more than the {_MOST_LAYERS} that are read.")
+            raise UlyssesValueError(
+                f"the config says {name} {value!r}, which is more than the {_MOST_LAYERS} that are read."
+            )
         _refuse_impossible_layers(value)
 
 
