@@ -53,7 +53,7 @@ matrix: .venv/stamp
 	@.venv/bin/python tests/matrix_result.py build/matrix.xml tests/results
 
 families: .venv/stamp
-	@echo "Checking every causal language model of transformers on two processes (about 15 minutes on 2 cores)"
+	@echo "Checking every causal language model of transformers on two processes (about 5 minutes on 2 cores)"
 	@.venv/bin/python tests/families/sweep.py tests/results/families_$$(date +%F).json
 	@.venv/bin/python tests/families/table.py
 

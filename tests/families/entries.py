@@ -68,6 +68,11 @@ VARIANTS: Mapping[str, Entry] = {
     "stablelm, parallel residual": Entry("stablelm", settings={"use_parallel_residual": True, "qk_layernorm": True}),
     "granite, multipliers": Entry("granite", settings={"attention_multiplier": 0.3, "residual_multiplier": 0.5}),
     "cohere2, short windows": Entry("cohere2", settings={"sliding_window": 8}),
+    "minimax_m3_vl_text, sparse layers": Entry(
+        "minimax_m3_vl_text",
+        {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "num_hidden_layers": 4},
+        {"index_block_size": 8, "index_topk_blocks": 2},
+    ),
     "bert, as an encoder": Entry("bert", settings={"is_decoder": False}),
 }
 
