@@ -50,7 +50,7 @@ def sequence_loss(
     if logits_BTV.shape[:-1] != shift_labels_BT.shape:
         raise ValueError(
             f"logits {tuple(logits_BTV.shape)} and shift_labels {tuple(shift_labels_BT.shape)} must be this rank's "
-            "[B, T, vocabulary] and [B, T]: take both from the same shard of shard_batch."
+            "[B, T, vocabulary] and [B, T]: take both from the same shard."
         )
     labels, vocabulary = shift_labels_BT.flatten().to(logits_BTV.device), logits_BTV.shape[-1]
     counts = [(labels != IGNORED_LABEL).sum().double()]
