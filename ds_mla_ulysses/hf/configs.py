@@ -74,7 +74,7 @@ def _text_config(config: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     if not isinstance(config, dict):
-        raise UlyssesValueError(f"a config is an object of names and values, got {config!r:.60}.")
+        raise UlyssesValueError(f"a config must be an object of names and values, got {config!r:.60}.")
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
         try:

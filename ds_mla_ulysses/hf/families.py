@@ -136,8 +136,8 @@ def _find_layers(name: str, model: nn.Module) -> tuple[Any, list[nn.Module], Pro
             f"{', '.join(TESTED)}."
         )
     raise UnsupportedModelError(
-        f"{name} is not a transformers PreTrainedModel around its attention layers, so positions and masks cannot "
-        "be followed: load it with AutoModelForCausalLM (remote code: load it natively, without trust_remote_code), "
+        f"{name} is not a transformers PreTrainedModel around its attention layers, so this package cannot see "
+        "positions and masks: load it with AutoModelForCausalLM (remote code: load it natively, without trust_remote_code), "
         "or use UlyssesMLAAttention or UlyssesAttention in your own model."
     )
 
@@ -169,8 +169,8 @@ def _refuse_learnt_prompts(name: str, model: nn.Module) -> None:
         adapters = getattr(module, "peft_config", None)
         if isinstance(adapters, dict) and any(getattr(c, "is_prompt_learning", False) for c in adapters.values()):
             raise UnsupportedModelError(
-                f"{name} learns a prompt, whose tokens PEFT would put in front of every rank's part of the sequence: use "
-                "LoRA or another adapter of layers."
+                f"{name} learns a prompt, whose tokens PEFT would put in front of every rank's shard: use "
+                "LoRA or another adapter of the layers."
             )
 
 
@@ -206,8 +206,8 @@ def _refuse_layer_types(name: str, text_model: Any) -> None:
     others = sorted(_layer_types(text_model) - _LAYER_TYPES)
     if others:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(others)}, whose masks are not followed by this package (only "
-            f"{' and '.join(sorted(_LAYER_TYPES))} are): {_ALONE}."
+            f"{name} has layers of type {', '.join(others)}, whose masks this package does not support (it "
+            f"supports {' and '.join(sorted(_LAYER_TYPES))}): {_ALONE}."
         )
 
 
@@ -227,7 +227,7 @@ def _refuse_masks(name: str, text_model: nn.Module, seen: Probe | None) -> None:
         if words - _MASKS:
             raise UnsupportedModelError(_other_masks(name, ", ".join(sorted(words - _MASKS))))
     elif not all(mask.is_known for mask in seen.masks):
-        raise UnsupportedModelError(_other_masks(name, "its masks answer otherwise"))
+        raise UnsupportedModelError(_other_masks(name, "found in a trial forward"))
 
 
 def _refuse_counted_positions(name: str, text_model: nn.Module, seen: Probe | None) -> None:
@@ -247,7 +247,7 @@ def _lacks_position_ids(text_model: Any) -> bool:
 
 
 def _other_masks(name: str, what: str) -> str:
-    return f"{name} masks by more than causality, documents and windows ({what}): {_ALONE}."
+    return f"{name} has masks other than those of causality, documents and windows ({what}): {_ALONE}."
 
 
 def _refuse_fused_attention(name: str, text_model: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -269,7 +269,7 @@ def _refuse_pooling(name: str, model: nn.Module) -> None:
     pooled = ("SequenceClassification", "QuestionAnswering", "RewardModel")
     if any(word in type(model).__name__ for word in pooled):
         raise UnsupportedModelError(
-            f"{name} pools over the sequence, of which each rank has a shard: parallelize the model with its language "
+            f"{name} pools over the sequence, but each rank has only a shard of it: parallelize the model with its language "
             "modelling head or its base model, and pool over the ranks in your own loop."
         )
 
@@ -318,8 +318,8 @@ def _refuse_what_is_lost(name: str, layer: nn.Module, calls: Sequence[AttentionC
         where = f"{name}: {kind} ({call.layer})"
         if not call.has_documents:
             raise UnsupportedModelError(
-                f"{where} does not receive the keyword arguments of the model's forward, so it would not be told of the "
-                f"sequence that the ranks share, and would attend to one rank's tokens: {_ALONE}."
+                f"{where} does not receive the keyword arguments of the model's forward, so it would not know the "
+                f"sequence that the ranks share, and would attend to one rank's tokens only: {_ALONE}."
             )
         biases = sorted(word for word in SCORE_ARGUMENTS if call.keywords.get(word) is not None)
         if call.has_other_mask or biases:

@@ -1,4 +1,4 @@
-"""What `parallelize` returns: shards of batches, the loss, the counts and the way back.
+"""The Handle that `parallelize` returns. It makes shards, computes the loss, counts tokens and restores the model.
 
 Letters: B batch · T local tokens · S tokens of the whole sequence · V vocabulary.
 """
@@ -45,7 +45,7 @@ class Handle:
         data_rank, data_size: `rank` and `num_replicas` for a sampler, so that the ranks of a group read the same data
             and different groups read different data.
         strategy: the name of the strategy by which attention exchanges data.
-        why: why it is that one, if "auto" chose it.
+        why: the reason for the choice, if "auto" made it.
         head_chunks: the number of chunks in which the local heads attend one after the other.
         checks: which checks run, see `hf/checks.py`.
         is_restored: whether `restore` was called.
@@ -106,11 +106,13 @@ class Handle:
     def attach_engine(self, engine: Any) -> None:
         """From here on, gradients of `loss` are multiplied by what this DeepSpeed engine divides them by."""
         if self._engine is not None:
-            raise UlyssesRuntimeError("this handle already has an engine: parallelize the model anew for another one.")
+            raise UlyssesRuntimeError(
+                "this handle already has an engine: call restore() and parallelize the model again for another one."
+            )
         self._engine = engine
 
     def shard(self, batch: Mapping[str, Any]) -> Shard:
-        """The local shard of a batch that every rank of the group holds whole; see `shard_batch`.
+        """Returns this rank's shard of a batch that every rank of the group holds whole; see `shard_batch`.
 
         Args:
             batch: `input_ids` (or `inputs_embeds`) [B, S], and any of `labels` or `shift_labels`, `position_ids`,
@@ -120,13 +122,13 @@ class Handle:
             the Shard: `model(**shard.inputs)`, `handle.loss(logits, shard)`.
 
         Raises:
-            ValueError: on all ranks, if they hold different batches or one of them holds a bad one (with `checks` that
-                are due; otherwise a bad batch raises on its rank only).
+            ValueError: on all ranks, if they hold different batches or one of them holds a bad one (if the
+                check of the batch runs; otherwise a bad batch raises on its own rank only).
         """
         return shard_batch(batch, self.group, check=self.checks.due("batch"))
 
     def loss(self, logits: Tensor, shard: Shard | Mapping[str, Any], num_items: int | Tensor | None = None) -> Tensor:
-        """Cross entropy of the group's whole sequences, the same value on each of its ranks.
+        """Returns the cross entropy of the group's whole sequences, the same value on each of its ranks.
 
         Args:
             logits: the local logits [B, T, V].
@@ -200,7 +202,7 @@ class Handle:
             )
 
     def num_items(self, shards: Sequence[Shard | Mapping[str, Any]]) -> int:
-        """The number of supervised tokens of an optimizer step, over its micro-batches and over all ranks.
+        """Returns the number of supervised tokens of an optimizer step, over its micro-batches and over all ranks.
 
         This is a collective of the whole world: every rank calls it, with its shards of all micro-batches.
 
@@ -234,9 +236,9 @@ class Handle:
         if math.isfinite(highest) and highest - lowest > _LOSS_TOLERANCE * max(abs(highest), abs(lowest)):
             raise UlyssesRuntimeError(
                 f"the loss is not that of the sequence-parallel group: it is {lowest:.6g} on one rank and {highest:.6g} on "
-                "another. In a loop, use handle.loss(logits, shard); in a Trainer's compute_loss, return that of "
-                "super().compute_loss. If the ranks train on whole sequences of their own, call engine.backward inside "
-                "`with handle.plain():`, as the forward."
+                "another. In a loop, use handle.loss(logits, shard); in a Trainer's compute_loss, return the loss of "
+                "super().compute_loss. If each rank trains on whole sequences, call engine.backward inside "
+                "`with handle.plain():`, like the forward."
             )
 
     def sum_gradients(self, model: nn.Module | None = None, group: dist.ProcessGroup | None = None) -> None:
@@ -245,7 +247,7 @@ class Handle:
         Gradients that some ranks do not have (an expert that got no token there) count as zero.
 
         Args:
-            model: whose parameters; this handle's model by default.
+            model: the module whose gradients are summed; this handle's model by default.
             group: ranks to sum over; the sequence-parallel group by default. With data parallelism and `num_items`,
                 `torch.distributed.group.WORLD` gives the gradient of the whole step.
         """
@@ -254,12 +256,12 @@ class Handle:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Inside the block a forward without a layout may train: it is that of the plain model, on this rank alone.
+        """Permits forwards without a layout that record gradients: they run the plain model, on this rank alone.
 
-        Outside of it, such a forward is refused if gradients are on, since training would use one rank's tokens as if
-        they were the whole sequence. Evaluation and generation under `torch.no_grad()` do not need it. Recomputation of
-        activations after the block runs plain too. Call `engine.backward` inside the block as well if ranks train on
-        sequences of their own.
+        Outside the block, such a forward is refused, since training would use one rank's tokens as if they were the whole
+        sequence. Evaluation and generation under `torch.no_grad()` do not need it. Layers
+        that ran inside the block are recomputed as plain layers, even after its end. If each rank trains on whole sequences,
+        call `engine.backward` inside the block as well.
         """
         self._patch.plain_depth += 1
         try:
@@ -268,11 +270,11 @@ class Handle:
             self._patch.plain_depth -= 1
 
     def restore(self) -> None:
-        """Makes the model exactly what it was. A second call does nothing."""
+        """Undoes everything that `parallelize` changed on the model. A second call does nothing."""
         self._patch.undo()
         self.is_restored = True
 
 
 def handle_of(model: nn.Module) -> Handle | None:
-    """The Handle of a parallelized model, of a model that contains it or of its engine; None if there is none."""
+    """Returns the Handle of a parallelized model, of a model that contains it or of its engine; None if there is none."""
     return next((vars(m)[HANDLE] for m in model.modules() if HANDLE in vars(m)), None)

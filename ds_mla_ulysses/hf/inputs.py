@@ -41,7 +41,7 @@ _REFUSED_OF_TEXT_MODEL = {
         "sequences without a layout."
     ),
     ("cu_seq_lens_q", "cu_seq_lens_k"): (
-        "cu_seq_lens_q/k do not fit a shard of a sequence: tell documents by position_ids instead."
+        "cu_seq_lens_q/k do not fit a shard of a sequence: mark documents by position_ids instead."
     ),
     ("output_attentions",): _NO_ATTENTIONS,
 }

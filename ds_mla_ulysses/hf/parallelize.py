@@ -40,7 +40,7 @@ def parallelize(
 
     The model is patched in place, wholly or not at all. Parameters, state-dict keys and every other model in the
     process are untouched. The model keeps the attention backend that it was loaded with. Every process of the job has
-    to make this call. torch.distributed is initialised if it is not yet (with gloo on a CPU).
+    to make this call. If torch.distributed is not initialised yet, it is initialised (with gloo on a CPU).
 
     Args:
         model: a transformers >= 5.15 model with MLA, multi-head, grouped or multi-query attention.
@@ -62,8 +62,8 @@ def parallelize(
         head_chunks: for MLA, the number of chunks in which the local heads are exchanged, expanded and attend one after
             the other, and once more in backward. Only one chunk's keys and values exist at a time, at the price of more
             time and more collectives.
-        checks: "always", "first" or "never": when to run those checks that cost a collective or a wait for the device
-            (are the batches of a group equal, are labels in the vocabulary, is the loss that of the group).
+        checks: "always", "first" or "never": when to run the checks that cost a collective or a wait for the device
+            (are the batches of a group equal, are labels in the vocabulary, is the loss the same on all ranks).
             `ds_mla_ulysses/hf/checks.py` says what each costs. "first" runs each of them once.
 
     Returns:
@@ -192,7 +192,7 @@ def _check_alike(problem: Exception | None, settings: dict[str, Any]) -> None:
     for name, values in zip(settings, of_ranks, strict=True):
         if len(set(values)) > 1:
             raise UlyssesValueError(
-                f"parallelize has to be called alike on all ranks; {name}, rank by rank: {list(values)}."
+                f"parallelize needs the same arguments and model on all ranks; {name}, rank by rank: {list(values)}."
             )
 
 

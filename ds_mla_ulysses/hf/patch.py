@@ -285,8 +285,8 @@ class ModelPatch(NotCopied):
         embeds_train = isinstance(embeds, Tensor) and embeds.requires_grad
         if embeds_train or any(p.requires_grad for p in self.model.parameters()):
             raise UlyssesRuntimeError(
-                "a forward with gradients was given no layout, so it would train on this rank's tokens alone. Hand on the "
-                "shard, model(**handle.shard(batch).inputs), or in a Trainer or Accelerate loop the loader's batch, "
+                "a forward that records gradients was given no layout, so it would train on this rank's tokens alone. Pass the "
+                "shard, model(**handle.shard(batch).inputs), or in a Trainer or Accelerate loop the loader's whole batch, "
                 f"model(**batch) with {LAYOUT!r} in it. To evaluate or generate, use torch.no_grad(). To train on whole "
                 "sequences, use `with ds_mla_ulysses.handle_of(model).plain():`."
             )

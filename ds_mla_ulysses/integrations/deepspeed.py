@@ -55,7 +55,7 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Calls `deepspeed.initialize` for a parallelized model, so that the update equals the one-process update.
 
-    From now on, the gradients of `handle.loss` are multiplied by what the engine divides them by. Expert modules are marked
+    From now on, the gradients of `handle.loss` are multiplied by the number that the engine divides them by. Expert modules are marked
     as ZeRO-3 leaf modules, because ranks that route to different experts would otherwise wait for each other. The
     process-wide state of DeepSpeed is put back before this returns.
 

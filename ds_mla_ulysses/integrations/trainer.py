@@ -192,7 +192,9 @@ def _gather_sequence(x_BTV: Tensor, owner: int, group: SequenceGroup) -> Tensor 
 def _handle_of_trainer(trainer: Any) -> Handle:
     handle = handle_of(trainer.model)
     if handle is None:
-        raise UlyssesRuntimeError("the batch is one rank's shard, but the Trainer's model is not parallelized.")
+        raise UlyssesRuntimeError(
+            "the batch is one rank's shard, but the Trainer's model is not parallelized: call install() before the Trainer is built."
+        )
     return handle
 
 

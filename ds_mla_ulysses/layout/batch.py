@@ -1,4 +1,4 @@
-"""From a batch of whole sequences to the shards of it.
+"""Turns a batch of whole sequences into shards.
 
 Letters: B batch · S tokens of the whole sequence as given · T local tokens after padding.
 """
@@ -29,10 +29,10 @@ _OF_WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_
 def shard_batch(
     batch: Mapping[str, Any], group: SequenceGroup | dist.ProcessGroup | None, *, check: bool = True
 ) -> Shard:
-    """The local shard of a batch that every rank of the group holds whole.
+    """Returns this rank's shard of a batch that every rank of the group holds whole.
 
-    Every tensor [B, S, ...] (or [1, S, ...]) is padded until the ranks divide S (twice the ranks with the split
-    "head_tail") and split along S; everything else is passed on. The padding is a document of its own, whose positions
+    Every tensor [B, S, ...] (or [1, S, ...]) is padded to a multiple of the number of ranks (of twice that number with the
+    split "head_tail") and split along S; everything else is passed on. The padding is a document of its own, whose positions
     start at 0, with label -100 and attention_mask 0, so it changes no number. Labels are shifted before the split,
     exactly as transformers shifts them (token i predicts label i+1, the last token predicts nothing): shifting within
     a shard would lose the first label of every rank.

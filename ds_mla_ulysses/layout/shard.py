@@ -90,7 +90,7 @@ class Shard:
     """One rank's shard of a batch of whole sequences, as `Handle.shard` and `shard_batch` return it.
 
     Attributes:
-        inputs: what the model takes: `input_ids` or `inputs_embeds` [B, T], `position_ids` [B, T], an `attention_mask`
+        inputs: the arguments of the model: `input_ids` or `inputs_embeds` [B, T], `position_ids` [B, T], an `attention_mask`
             [B, T] if the batch has one, everything else that the batch has, and last the layout.
         shift_labels: int64 [B, T], the label that each token predicts, -100 to ignore; None if the batch has no labels.
         layout: how the sequence was split.
@@ -134,5 +134,8 @@ def labels_of(shard: Shard | Mapping[str, Any]) -> Tensor:
             f"{type(shard).__name__}."
         )
     if labels is None:
-        raise UlyssesValueError("the shard has no labels: put labels into the batch before it is sharded.")
+        raise UlyssesValueError(
+            "the shard has no labels: put labels into the batch before it is sharded, and give the shard itself, neither the "
+            "whole batch nor shard.inputs."
+        )
     return labels

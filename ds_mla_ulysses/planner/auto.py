@@ -35,7 +35,7 @@ class Auto:
             change later.
 
     Raises:
-        ValueError: a value that is not positive or has the wrong type.
+        ValueError: a value is not positive or has the wrong type.
     """
 
     tokens: int | None = None

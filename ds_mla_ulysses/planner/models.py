@@ -36,12 +36,12 @@ def widths_of_config(text: Any) -> MLAWidths | HeadWidths:
 def _number(text: Any, name: str) -> int:
     value = _number_or_none(text, name)
     if value is None:
-        raise UlyssesValueError(f"the config says no {name}: name it there, or a model_type that transformers knows.")
+        raise UlyssesValueError(f"the config has no {name}: add it, or add a model_type that transformers knows.")
     return value
 
 
 def _number_or_none(text: Any, name: str) -> int | None:
     value = getattr(text, name, None)
     if value is not None and (type(value) is not int or value < 1):
-        raise UlyssesValueError(f"the config says {name} {value!r}, which must be a positive whole number.")
+        raise UlyssesValueError(f"{name} in the config must be a positive whole number, got {value!r}.")
     return value

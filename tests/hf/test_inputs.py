@@ -251,7 +251,9 @@ def test_settings_that_differ_between_ranks(settings, message):
     given = [
         s | {"strategy": dmu.Auto(**s["strategy"])} if isinstance(s.get("strategy"), dict) else s for s in settings
     ]
-    raises_on_ranks(2, ValueError, "called alike on all ranks; " + message, set_otherwise, given)
+    raises_on_ranks(
+        2, ValueError, "parallelize needs the same arguments and model on all ranks; " + message, set_otherwise, given
+    )
 
 
 def wrong_on_one_rank(what):
@@ -430,7 +432,7 @@ def bad_forward(what):
         ),
         ("truncated on one rank", ValueError, "rank 1 of the group: the inputs have 5 tokens .* says 6 of 12"),
         ("layout that is none", ValueError, "ulysses_layout must be the layout of a shard, .* got a bool"),
-        ("cu_seq_lens", ValueError, "tell documents by position_ids"),
+        ("cu_seq_lens", ValueError, "mark documents by position_ids"),
         ("logits_to_keep", ValueError, "logits_to_keep"),
         ("dropout", ValueError, "attention_dropout = 0.0"),
         ("bias", ValueError, "position_bias is not supported"),

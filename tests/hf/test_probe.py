@@ -237,7 +237,9 @@ def test_masks_with_other_rules(monkeypatch, function):
     from transformers.models.llama import modeling_llama
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", function)
-    with pytest.raises(dmu.UnsupportedModelError, match="masks by more than causality, documents and windows"):
+    with pytest.raises(
+        dmu.UnsupportedModelError, match="has masks other than those of causality, documents and windows"
+    ):
         find_attention(tiny_model("llama", attention_chunk_size=8192))
 
 

@@ -346,7 +346,7 @@ def test_forwards_that_were_replaced_by_functions():
 @pytest.mark.parametrize(
     "what,strategy,message",
     [
-        ("dense", "latent_kv", "strategy='latent_kv' is for MLA, LlamaAttention has no latents: choose 'packed'"),
+        ("dense", "latent_kv", "strategy='latent_kv' is for MLA, but LlamaAttention has no latents: choose 'packed'"),
         ("no query latent", "latent_qkv", r"has none \(q_lora_rank is None\): choose 'latent_kv'"),
         (
             "kv_b_proj",

@@ -105,8 +105,8 @@ def check_layer(layer: nn.Module, strategy: str, ranks: int, head_chunks: int = 
     if head_chunks > 1:
         if mla is None:
             raise UnsupportedModelError(
-                f"head_chunks={head_chunks} is for MLA, whose keys and values are expanded from latents chunk by chunk; "
-                f"{kind} has them whole: leave head_chunks out."
+                f"head_chunks={head_chunks} is for MLA, whose keys and values are expanded from latents chunk by chunk, "
+                f"but {kind} has no latents: leave head_chunks out."
             )
         HeadChunks(mla.heads, ranks if rules.exchanges_heads else 1, head_chunks)
     refusal = rules.refusal(mla)

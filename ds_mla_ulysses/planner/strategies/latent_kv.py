@@ -25,7 +25,7 @@ class LatentKV(Strategy):
             return None
         return Refusal(
             "no latents",
-            f"strategy={self.name!r} is for MLA, {{layer}} has no latents: choose 'packed' or 'gather_kv'.",
+            f"strategy={self.name!r} is for MLA, but {{layer}} has no latents: choose 'packed' or 'gather_kv'.",
         )
 
     def sliced_projections(self, head_chunks: int) -> tuple[str, ...]:

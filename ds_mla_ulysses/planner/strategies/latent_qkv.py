@@ -24,12 +24,12 @@ class LatentQKV(Strategy):
         if mla is None:
             return Refusal(
                 "no latents",
-                f"strategy={self.name!r} is for MLA, {{layer}} has no latents: choose 'packed' or 'gather_kv'.",
+                f"strategy={self.name!r} is for MLA, but {{layer}} has no latents: choose 'packed' or 'gather_kv'.",
             )
         if not mla.query_latent:
             return Refusal(
                 "no query latent",
-                f"strategy={self.name!r} gathers query latents, {{layer}} has none (q_lora_rank is None): choose "
+                f"strategy={self.name!r} gathers query latents, but {{layer}} has none (q_lora_rank is None): choose "
                 "'latent_kv'.",
             )
         return None
