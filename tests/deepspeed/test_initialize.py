@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import random_batch, tiny_model, token_loss
+from models import FAMILIES, random_batch, tiny_model, token_loss
 from rank_pool import raises_on_ranks, run_ranks
 
 LR = 0.02
@@ -133,6 +133,20 @@ def test_three_sgd_steps(size, sp_size, stage, reduce_scatter, clip):
 def test_strategies(way, stage):
     """With the latent ones each rank has the gradient of its own heads, in weights that ZeRO-3 takes apart."""
     run_ranks(2, compare_update, "deepseek_v3", 2, stage, 0.5, True, **way)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "family,way",
+    [
+        (family, way)
+        for family in (*FAMILIES, "llama", "qwen2", "qwen3_moe", "mixtral", "phi3")
+        for way in (dict(strategy="packed"), dict(strategy="gather_kv", split="head_tail"))
+    ],
+)
+def test_every_family_at_every_stage(family, way, stage):
+    run_ranks(2, compare_update, family, 2, stage, 0.5, True, **way)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
