@@ -249,7 +249,10 @@ def _agree(group: SequenceGroup, problem: str | None, shape: tuple[int, int], al
 def _problem(position_ids: Tensor | None, attention_mask: Tensor | None, B: int, T: int) -> str | None:
     for name, x in (("position_ids", position_ids), ("attention_mask", attention_mask)):
         if x is not None and not isinstance(x, Tensor):
-            return f"{name} must be a tensor [{B}, {T}], got {type(x).__name__}."
+            wrapper = (
+                " A model around the text model makes it: parallelize the text model." if isinstance(x, dict) else ""
+            )
+            return f"{name} must be a tensor [{B}, {T}], got {type(x).__name__}.{wrapper}"
     if position_ids is not None and tuple(position_ids.shape) not in ((T,), (1, T), (B, T)):
         return (
             f"position_ids must be this rank's [{B}, {T}], got {tuple(position_ids.shape)}: take them from the shard."
