@@ -56,7 +56,7 @@ def test_one_broken_line_is_noticed(worker, name, is_forward_right):
             assert "called without the keyword arguments of the model's forward" in row.reason
         else:
             assert (row.loss <= 1e-10 and row.logits <= 1e-10) == is_forward_right, str(report)
-        assert row.gradient > 1e-3 and row.parameter, str(report)
+            assert row.gradient > 1e-3 and row.parameter, str(report)
 
 
 @pytest.mark.parametrize(
