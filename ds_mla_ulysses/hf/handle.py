@@ -125,6 +125,7 @@ class Handle:
             ValueError: on all ranks, if they hold different batches or one of them holds a bad one (if the
                 check of the batch runs; otherwise a bad batch raises on its own rank only).
         """
+        self._refuse_if_restored()
         return shard_batch(batch, self.group, check=self.checks.due("batch"))
 
     def loss(self, logits: Tensor, shard: Shard | Mapping[str, Any], num_items: int | Tensor | None = None) -> Tensor:
@@ -155,17 +156,20 @@ class Handle:
                 outside the vocabulary; num_items or (without an engine, at the first loss) weights that differ between
                 ranks.
         """
-        if self.is_restored:
-            raise UlyssesRuntimeError(
-                "handle.restore() was called: the model attends to one rank's tokens only, so this loss would be wrong. "
-                "Call parallelize again."
-            )
+        self._refuse_if_restored()
         labels, problem = self._labels_of(shard, num_items)
         check, compares = self.checks.due("labels"), self._engine is None and self.checks.policy != "never"
         if compares and torch.is_grad_enabled() and not self._compared_weights:
             self._compare_weights()
         scale = self.gradient_scale
         return sequence_loss(logits, labels, self.group, num_items, scale, check=check, problem=problem)
+
+    def _refuse_if_restored(self) -> None:
+        if self.is_restored:
+            raise UlyssesRuntimeError(
+                "handle.restore() was called: the model attends to one rank's tokens only, so its result on a shard would be "
+                "wrong. Call parallelize again."
+            )
 
     def _labels_of(self, shard: Any, num_items: Any) -> tuple[Any, Exception | None]:
         """The labels of a shard, or why there is no loss of it."""
@@ -190,7 +194,7 @@ class Handle:
         samples = [
             p.detach().reshape(-1)[:: max(1, p.numel() // _SAMPLES)][:_SAMPLES].double().sum()
             for p in self.model.parameters()
-            if p.numel() and not p.is_meta and p.dtype.is_floating_point
+            if p.numel() and not p.is_meta and p.dtype.is_floating_point and not _is_sharded(p)
         ]
         checksum = zlib.crc32(torch.stack(samples).cpu().numpy().tobytes()) if samples else 0
         of_ranks = [number for (number,) in gather_numbers([checksum], self.group)]
@@ -230,7 +234,7 @@ class Handle:
             return
         if not self.checks.due("loss"):
             return
-        value = loss.detach().double().nan_to_num(nan=math.inf).reshape(1)
+        value = loss.detach().double().nan_to_num(math.inf, math.inf, -math.inf).reshape(1)
         highest, minus_lowest = all_reduce(torch.cat([value, -value]), self.group, "loss", dist.ReduceOp.MAX).tolist()
         lowest = -minus_lowest
         if math.isfinite(highest) and highest - lowest > _LOSS_TOLERANCE * max(abs(highest), abs(lowest)):
@@ -273,6 +277,11 @@ class Handle:
         """Undoes everything that `parallelize` changed on the model. A second call does nothing."""
         self._patch.undo()
         self.is_restored = True
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether each rank has another part of it, as FSDP makes it."""
+    return hasattr(parameter, "device_mesh") or type(parameter).__name__ == "FlatParameter"
 
 
 def handle_of(model: nn.Module) -> Handle | None:

@@ -57,18 +57,22 @@ ATTENTION_NAME = "ds_mla_ulysses"
 
 @dataclass(frozen=True)
 class _Forward:
-    """A sequence-parallel forward of a text model, while it runs.
+    """A forward of a patched text model, while it runs.
 
     Attributes:
         patch: of the model.
-        longest_position: int64 scalar on the device, for rotary embeddings; None in a group of one.
+        is_sharded: whether the forward is sequence-parallel.
+        longest_position: int64 scalar on the device, for rotary embeddings; None if they are not to use it.
+        outer: the forward in which this one runs, of another model or in a hook.
     """
 
     patch: ModelPatch
+    is_sharded: bool
     longest_position: Tensor | None
+    outer: _Forward | None
 
 
-#: The sequence-parallel forward that runs in this thread. It ends with the text model's forward, before any backward.
+#: The forward that runs in this thread. It ends with the text model's forward, before any backward.
 _RUNNING: ContextVar[_Forward | None] = ContextVar("ulysses_forward", default=None)
 
 
@@ -101,7 +105,7 @@ def _attention(
 
 def _refuse_lost_documents(module: nn.Module, layer: _Layer) -> None:
     running = _RUNNING.get()
-    if running is not None and running.patch is layer.patch:
+    if running is not None and running.patch is layer.patch and running.is_sharded:
         raise UlyssesRuntimeError(
             f"{type(module).__name__} was called without the keyword arguments of the model's forward, so it would attend to "
             "one rank's tokens only: train this model without sequence parallelism."
@@ -228,10 +232,12 @@ class ModelPatch(NotCopied):
         if layout is None:
             self.aux_loss.end()
             self._refuse_training(args, kwargs)
+            _RUNNING.set(_Forward(self, False, None, _RUNNING.get()))
             return args, kwargs
         given = by_name(self._text_signature, args, kwargs)
         documents, positions_BT = self._gather_documents(text_model, given, layout)
-        _RUNNING.set(_Forward(self, documents.longest_position if self.group.size > 1 else None))
+        longest = documents.longest_position if self.group.size > 1 else None
+        _RUNNING.set(_Forward(self, True, longest, _RUNNING.get()))
         self.aux_loss.begin(layout, given.get("attention_mask"))
         # transformers hands a four-dimensional mask on as it is, so no mask of S x S or T x T is made.
         no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=positions_BT.device)
@@ -263,7 +269,9 @@ class ModelPatch(NotCopied):
         )
 
     def _after_text_model(self, text_model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        _RUNNING.set(None)
+        running = _RUNNING.get()
+        if running is not None and running.patch is self:  # not if the pre-hook has raised
+            _RUNNING.set(running.outer)
         router_logits = getattr(out, "router_logits", None)
         if router_logits is not None:
             self.aux_loss.keep_sums(router_logits)

@@ -151,12 +151,12 @@ def _shards(batch: Mapping[str, Any], ranks: Sequence[int], group: SequenceGroup
         device = whole["input_ids"].device if "input_ids" in whole else whole["inputs_embeds"].device
         whole["position_ids"] = torch.arange(S, device=device).expand(B, S)
     count = len(pieces_of(group))
-    padded = {name: _pad(name, x, -S % count) if _is_split(x, S) else x for name, x in whole.items()}
+    padded = {name: _pad(name, x, -S % count) if _is_split(x, B, S) else x for name, x in whole.items()}
     length = S + -S % count
     for rank in ranks:
         inputs = {
             name: _join([x.chunk(count, dim=1)[piece] for piece in pieces_of(group, rank)])
-            if _is_split(whole[name], S)
+            if _is_split(whole[name], B, S)
             else x
             for name, x in padded.items()
         }
@@ -170,8 +170,8 @@ def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _is_split(x: Any, S: int) -> bool:
-    return isinstance(x, Tensor) and x.ndim >= 2 and x.shape[1] == S
+def _is_split(x: Any, B: int, S: int) -> bool:
+    return isinstance(x, Tensor) and x.ndim >= 2 and x.shape[0] in (1, B) and x.shape[1] == S
 
 
 def _pad(name: str, x: Tensor, missing: int) -> Tensor:

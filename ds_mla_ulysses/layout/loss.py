@@ -61,7 +61,8 @@ def sequence_loss(
     counts = [(labels != IGNORED_LABEL).sum().double()]
     if check:
         given = torch.as_tensor(-1 if num_items is None else num_items, dtype=torch.double, device=labels.device)
-        counts += [torch.zeros_like(given), given, given.square()]
+        low, high = given.remainder(_PART), given.div(_PART, rounding_mode="floor")
+        counts += [torch.zeros_like(given), low, low.square(), high, high.square()]
         impossible = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocabulary))
         counts.append(impossible.sum().double())
         labels = labels.masked_fill(impossible, IGNORED_LABEL)  # cross_entropy would raise on this rank alone
@@ -76,7 +77,9 @@ def sequence_loss(
 
 
 #: How many numbers `sequence_loss` sums over the ranks with `check`, and the place of the number of ranks with a problem.
-_CHECKED_SUMS, _PROBLEMS = 6, 2
+_CHECKED_SUMS, _PROBLEMS = 8, 2
+#: num_items is compared in two parts, so that sums of their squares over the ranks are exact in float64.
+_PART = 2**22
 
 
 def _misfit(logits: Any, labels: Any, num_items: Any) -> Exception | None:
@@ -106,8 +109,10 @@ def _raise_beside_losses(problem: Exception, logits: Any, group: SequenceGroup) 
 
 
 def _raise_if_wrong(checked: list[float], group: SequenceGroup, vocabulary: int) -> None:
-    """Raises on all ranks. `checked` are sums over them: ranks with a problem, num_items, its square, impossible labels."""
-    problems, given, squares, impossible = checked
+    """Raises on all ranks. `checked` are sums over them: ranks with a problem, both parts of num_items with their squares,
+    and impossible labels.
+    """
+    problems, *parts, impossible = checked
     if problems > 0:
         raise_everywhere(None, group)
     if impossible > 0:
@@ -115,7 +120,10 @@ def _raise_if_wrong(checked: list[float], group: SequenceGroup, vocabulary: int)
             f"{int(impossible)} shift_labels of the batch are neither {IGNORED_LABEL} nor one of the {vocabulary} tokens of "
             "the vocabulary."
         )
-    if group.size * squares != given * given:  # integers, so this is exact; equal only if all ranks gave the same
+    low, low_squares, high, high_squares = parts
+    # Equal only if all ranks gave the same. Integers, so this is exact.
+    if group.size * low_squares != low * low or group.size * high_squares != high * high:
+        given = low + _PART * high
         raise UlyssesValueError(
             f"num_items differs between the ranks of the sequence-parallel group (their mean is {given / group.size:g}, and "
             "-1 stands for none): pass what handle.num_items(shards) returns, on every rank."

@@ -6,6 +6,8 @@ from models import assert_gradients, gradients, packed_batch, padded_batch, rand
 from rank_pool import raises_on_ranks, run_ranks
 from test_parity import sharded_step
 
+from ds_mla_ulysses.comm.group import SequenceGroup
+
 REFUSED = "was given no layout, so it would train on this rank's tokens alone"
 
 
@@ -211,6 +213,9 @@ def misused(what):
     if what == "restored":
         handle.restore()
         handle.loss(logits, shard)
+    if what == "sharded after restore":
+        handle.restore()
+        handle.shard(random_batch(1, 8))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +244,7 @@ def misused(what):
         ("a text for num_items on one rank", TypeError, "^(rank 1 of the group: )?num_items must be .* got '3'"),
         ("no batch on one rank", TypeError, "rank 1 of the group: batch must be a dict of tensors .* got a NoneType"),
         ("shards without labels on one rank", ValueError, "^(rank 1 of the group: )?the shard has no labels"),
+        ("sharded after restore", RuntimeError, r"handle.restore\(\) was called"),
         ("restored", RuntimeError, r"handle.restore\(\) was called"),
     ],
 )
@@ -325,6 +331,51 @@ def loses_documents():
 def test_a_layer_without_its_documents():
     message = "LlamaAttention was called without the keyword arguments of the model's forward"
     raises_on_ranks(2, RuntimeError, message, loses_documents)
+
+
+def nested(inner):
+    """Another forward inside of a sequence-parallel one leaves its positions and documents alone."""
+    batch = random_batch(1, 24)
+    want = reference_step(tiny_model("minicpm3"), batch)
+    model, handle = parallel("minicpm3")
+    other, other_handle = parallel()
+    if inner == "another model":
+        inputs = other_handle.shard(batch).inputs
+        runs = lambda *_: other(**inputs)  # noqa: E731
+    else:
+        ids, active = batch["input_ids"][:, :8], []
+
+        def runs(*_):
+            if not active:  # its own forward calls the hook as well
+                active.append(True)
+                with torch.no_grad():
+                    model(input_ids=ids, use_cache=False)
+                active.clear()
+
+    hook = model.model.embed_tokens.register_forward_hook(lambda *_: runs() and None)
+    loss, grads, _ = sharded_step(model, batch, handle)
+    hook.remove()
+    assert abs(loss - want[0]) <= 1e-9 * max(1, abs(want[0]))
+    assert_gradients(grads, want[1], 1e-6)
+
+
+@pytest.mark.parametrize("inner", ["another model", "the model itself, plain"])
+def test_a_forward_inside_of_a_forward(inner):
+    run_ranks(2, nested, inner)
+
+
+def test_large_numbers_of_items_are_compared_exactly():
+    from ds_mla_ulysses.layout import loss
+
+    for ranks in (2, 3, 5, 8, 24):
+        for given in (-1, 0, 63_999_999, 2**40 + 12345):
+            low, high = given % loss._PART, given // loss._PART
+            sums = [0.0, *(float(sum([x] * ranks)) for x in (low, low**2, high, high**2)), 0.0]
+            loss._raise_if_wrong(sums, SequenceGroup(None, 0, ranks), 8)
+            sums[1] += 1
+            sums[2] += 2 * low + 1
+            with pytest.raises(ValueError, match="num_items differs"):
+                loss._raise_if_wrong(sums, SequenceGroup(None, 0, ranks), 8)
 
 
 def fails_at(step):
