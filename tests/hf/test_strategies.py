@@ -371,7 +371,7 @@ def learns_a_prompt(kind):
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 def test_prompts_that_are_learnt_are_refused(kind):
-    message = "learns a prompt, .* in front of every rank's part"
+    message = "learns a prompt, .* in front of every rank's shard"
     raises_on_ranks(2, dmu.UnsupportedModelError, message, learns_a_prompt, kind)
 
 
