@@ -18,6 +18,9 @@ from doc_blocks import PAGES, ROOT, Block, all_blocks
 from launching import run_script
 from rank_pool import run_ranks
 
+# Starts processes, or runs for many seconds in all.
+pytestmark = pytest.mark.slow
+
 BLOCKS = all_blocks()
 #: Options that make the scripts of the documentation short, in front of which stand those of the documentation.
 SHORT = {

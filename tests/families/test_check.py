@@ -18,6 +18,9 @@ from ds_mla_ulysses.checking.request import CASES
 from ds_mla_ulysses.checking.run import Worker, make_request
 from ds_mla_ulysses.cli import main
 
+# Starts processes, or runs for many seconds in all.
+pytestmark = pytest.mark.slow
+
 BROKEN = Path(__file__).parent / "broken_models.py"
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
 

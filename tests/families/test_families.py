@@ -11,6 +11,9 @@ from table import PAGE, newest_result, page
 
 from ds_mla_ulysses.checking.run import Worker
 
+# Starts processes, or runs for many seconds in all.
+pytestmark = pytest.mark.slow
+
 RESULT = json.loads(newest_result().read_text())
 #: One of each kind: MLA, grouped heads, experts, windows, sinks, two attentions in a layer, RoPE by length, an encoder as
 #: a decoder, a wrapper, and those that are refused.
