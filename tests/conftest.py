@@ -52,6 +52,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("four_ranks")
         if re.search(r"\b(launch|subprocess\.run|Popen)\(", source):
             item.add_marker("launcher")
+        if "trainer" in item.path.parts:  # each trains with a Trainer, for seconds
+            item.add_marker("slow")
         if "compile" in item.name or re.search(r"\.compile\(|torch_compile", source):
             item.add_marker("slow")
 
