@@ -40,7 +40,8 @@ def parallelize(
 
     The model is patched in place, wholly or not at all. Parameters, state-dict keys and every other model in the
     process are untouched. The model keeps the attention backend that it was loaded with. Every process of the job has
-    to make this call. If torch.distributed is not initialised yet, it is initialised (with gloo on a CPU).
+    to make this call, and a problem on one rank is raised on all of them. If torch.distributed is not initialised yet,
+    it is initialised (with gloo on a CPU).
 
     Args:
         model: a transformers >= 5.15 model with MLA, multi-head, grouped or multi-query attention.
@@ -76,8 +77,6 @@ def parallelize(
             between ranks.
         TypeError: sp_size or head_chunks is not an int.
         RuntimeError: the model is parallelized already.
-
-        Each of them is raised on all ranks, also if only one rank has the problem.
     """
     settings: dict[str, Any] = {
         "strategy": strategy,
