@@ -236,7 +236,7 @@ def _refuse_fused_attention(name: str, text_model: nn.Module, layers: Sequence[n
 
 
 def _refuse_pooling(name: str, model: nn.Module) -> None:
-    pooled = ("SequenceClassification", "QuestionAnswering", "RewardModel")
+    pooled = ("SequenceClassification", "ImageClassification", "QuestionAnswering", "RewardModel")
     if any(word in type(model).__name__ for word in pooled):
         raise UnsupportedModelError(
             f"{name} pools over the sequence, of which each rank has a shard: parallelize the model with its language "
