@@ -202,7 +202,8 @@ def _layer_types(text_model: Any) -> set[str]:
 
 
 def _refuse_bidirectional(name: str, text_model: Any) -> None:
-    if getattr(text_model.config, "use_bidirectional_attention", False):
+    # With "vision", tokens of images attend in both directions. Those are refused in the forward.
+    if getattr(text_model.config, "use_bidirectional_attention", False) not in (None, False, "vision"):
         raise UnsupportedModelError(_other_masks(name, "use_bidirectional_attention"))
 
 

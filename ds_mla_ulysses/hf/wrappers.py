@@ -91,6 +91,8 @@ class Wrappers:
         self.is_awaited = kwargs.get(LAYOUT) is not None
         if not self.is_awaited:
             return None
+        if args and any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in signature.parameters.values()):
+            return None  # PEFT's model without a task, which hands them on
         given = by_name(signature, args, kwargs)
         if OUTER not in given:
             given = self._take_away(given, signature)
