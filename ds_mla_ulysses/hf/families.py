@@ -40,6 +40,9 @@ TESTED = (
     "mixtral",
     "gemma2",
     "gemma3_text",
+    "gemma4",
+    "gemma4_unified",
+    "molmo2",
     "gpt_oss",
     "phi3",
 )

@@ -36,6 +36,19 @@ CONFIGS = {
         ),
     ),
     "gemma4_unified": dict(text_config=_GEMMA4, image_token_id=90, video_token_id=91, audio_token_id=92),
+    # Layers that use another layer's keys and values, keys that are values, and experts, as the published models have.
+    "gemma4+": dict(
+        audio_config=None, image_token_id=90, video_token_id=91, audio_token_id=92,
+        text_config=_GEMMA4 | dict(
+            num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
+            attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True, num_experts=4, top_k_experts=2,
+            moe_intermediate_size=16, use_bidirectional_attention="vision",
+        ),
+        vision_config=dict(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16,
+            head_dim=8, global_head_dim=8,
+        ),
+    ),
     # Its default is bidirectional, which is refused.
     "paligemma": dict(
         text_config=dict(model_type="gemma", use_bidirectional_attention=False, **_TEXT), vision_config=_SIGLIP,
@@ -65,7 +78,9 @@ def wrapped_model(model_type):
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    config = AutoConfig.for_model(model_type.rstrip("+"), **CONFIGS[model_type])
+    config._experts_implementation = "eager"  # which fp64 needs
+    config.text_config._experts_implementation = "eager"
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
