@@ -41,6 +41,9 @@ TESTED = (
     "mixtral",
     "gemma2",
     "gemma3_text",
+    "gemma4",
+    "gemma4_unified",
+    "molmo2",
     "gpt_oss",
     "phi3",
 )
@@ -216,7 +219,8 @@ def _layer_types(text_model: Any) -> set[str]:
 
 
 def _refuse_bidirectional(name: str, text_model: Any) -> None:
-    if getattr(text_model.config, "use_bidirectional_attention", False):
+    # With "vision", tokens of images attend in both directions. Those are refused in the forward.
+    if getattr(text_model.config, "use_bidirectional_attention", False) not in (None, False, "vision"):
         raise UnsupportedModelError(_other_masks(name, "use_bidirectional_attention"))
 
 
@@ -266,7 +270,7 @@ def _refuse_fused_attention(name: str, text_model: nn.Module, layers: Sequence[n
 
 
 def _refuse_pooling(name: str, model: nn.Module) -> None:
-    pooled = ("SequenceClassification", "QuestionAnswering", "RewardModel")
+    pooled = ("SequenceClassification", "ImageClassification", "QuestionAnswering", "RewardModel")
     if any(word in type(model).__name__ for word in pooled):
         raise UnsupportedModelError(
             f"{name} pools over the sequence, but each rank has only a shard of it: parallelize the model with its language "
