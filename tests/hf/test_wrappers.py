@@ -54,7 +54,15 @@ CONFIGS = {
         text_config=dict(model_type="gemma", use_bidirectional_attention=False, **_TEXT), vision_config=_SIGLIP,
         image_token_id=90,
     ),
-    "molmo2": dict(text_config=_TEXT, image_token_id=90),
+    # Its default vision model and adapter have half a billion parameters.
+    "molmo2": dict(
+        text_config=_TEXT, image_token_id=90,
+        vision_config=_SIGLIP | dict(num_key_value_heads=2, head_dim=8, image_size=None),
+        adapter_config=dict(
+            hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+            text_hidden_size=32, vision_feature_layer=[0],
+        ),
+    ),
     "idefics2": _IDEFICS | dict(
         perceiver_config=dict(
             hidden_size=32, resampler_n_latents=4, resampler_depth=1, resampler_n_heads=2, num_key_value_heads=1,
