@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import UlyssesValueError
 from ..layout.widths import MLAWidths
-from .arguments import SCORE_ARGUMENTS
+from .arguments import MEDIA, SCORE_ARGUMENTS
 from .probe import AttentionCall, Probe, probe
 
 #: Model types that the tests train; others with the same modules work with a warning. First those with MLA.
@@ -91,6 +91,7 @@ def find_attention(model: nn.Module) -> AttentionModel:
     _refuse_bidirectional(name, text_model)
     _refuse_fused_attention(name, text_model, layers)
     _refuse_pooling(name, model)
+    _refuse_needed_media(name, model)
     for layer in layers:
         calls = seen.calls_of(layer) if seen is not None else []
         check = _refuse_mla_layer if is_mla(layer) else _refuse_layer
@@ -132,6 +133,7 @@ def _find_layers(name: str, model: nn.Module) -> tuple[Any, list[nn.Module], Pro
         seen = probe(text_model)
         layers = [m for m in text_model.modules() if is_mla(m) or _attends(m, seen)]
         if layers:
+            _refuse_other_text_models(name, text_model, text_models)
             return text_model, layers, seen
     if models:
         raise UnsupportedModelError(
@@ -143,6 +145,19 @@ def _find_layers(name: str, model: nn.Module) -> tuple[Any, list[nn.Module], Pro
         "positions and masks: load it with AutoModelForCausalLM (remote code: load it natively, without trust_remote_code), "
         "or use UlyssesMLAAttention or UlyssesAttention in your own model."
     )
+
+
+def _refuse_other_text_models(name: str, text_model: nn.Module, others: Sequence[nn.Module]) -> None:
+    """Refuses models in which another text model, beside the one that is patched, attends too."""
+    inside = set(text_model.modules())
+    for other in others:
+        if other in inside or text_model in set(other.modules()):
+            continue
+        if any("get_interface" in names_of(module) for module in other.modules()):
+            raise UnsupportedModelError(
+                f"{name} has two text models with attention layers, {type(text_model).__name__} and "
+                f"{type(other).__name__}, but only one would see the sequence that the ranks share: {_ALONE}."
+            )
 
 
 def _attends(module: nn.Module, seen: Probe | None) -> bool:
@@ -275,6 +290,17 @@ def _refuse_pooling(name: str, model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{name} pools over the sequence, but each rank has only a shard of it: parallelize the model with its language "
             "modelling head or its base model, and pool over the ranks in your own loop."
+        )
+
+
+def _refuse_needed_media(name: str, model: nn.Module) -> None:
+    """Refuses models that cannot run on text alone."""
+    parameters = inspect.signature(model.forward).parameters
+    needed = [word for word in MEDIA if word in parameters and parameters[word].default is inspect.Parameter.empty]
+    if needed:
+        raise UnsupportedModelError(
+            f"{name} needs {' and '.join(needed)} in every forward, but only text is supported under sequence "
+            "parallelism: train it without, or parallelize its language model."
         )
 
 

@@ -16,31 +16,12 @@ from torch import Tensor, nn
 
 from ..comm.group import SequenceGroup
 from ..layout.shard import LAYOUT, SHIFT_LABELS, ShardLayout
-from .arguments import is_given
+from .arguments import MEDIA, is_given
 
 _NO_ATTENTIONS = "output_attentions is not supported under sequence parallelism."
 _LABELS = (
     "labels cannot be given to a parallelized model, which would shift them within this rank's shard: shard the batch "
     "with its labels (handle.shard) and compute the loss with handle.loss(logits, shard)."
-)
-#: Arguments with images, videos or sounds, or with what was made of them.
-_MEDIA = (
-    "pixel_values",
-    "pixel_values_videos",
-    "pixel_values_images",
-    "pixel_values_local",
-    "high_res_pixel_values",
-    "image_patches",
-    "flattened_patches",
-    "input_features",
-    "input_values",
-    "audio_input_ids",
-    "image_hidden_states",
-    "image_embeds",
-    "image_encoder_embeddings",
-    "perceiver_embeddings",
-    "cross_attention_states",
-    "mm_encoder_outputs",
 )
 _NO_MEDIA = (
     "{} are not supported under sequence parallelism: only text is. Run the model with images or sounds without a layout, "
@@ -64,7 +45,7 @@ def problem_of_model(given: Mapping[str, Any]) -> str | None:
     # With shift_labels, a model's own loss is that of its local tokens, from which the Trainer makes the group's.
     if is_given(given.get("labels")) and given.get(SHIFT_LABELS) is None:
         return _LABELS
-    for name in _MEDIA:
+    for name in MEDIA:
         if is_given(given.get(name)):
             return _NO_MEDIA.format(name)
     if is_given(given.get("logits_to_keep")):

@@ -228,8 +228,12 @@ class ModelPatch(NotCopied):
         longest = documents.longest_position if self.group.size > 1 else None
         _RUNNING.set(_Forward(self, True, longest, _RUNNING.get()))
         self.aux_loss.begin(layout, outer.attention_mask)
-        mask = no_mask(positions_BT.device)
-        given |= {"position_ids": positions_BT, "attention_mask": mask, "use_cache": False, DOCUMENTS: documents}
+        given |= {
+            "position_ids": positions_BT.contiguous(),  # some models take views of them
+            "attention_mask": no_mask(positions_BT.device),
+            "use_cache": False,
+            DOCUMENTS: documents,
+        }
         return (), given
 
     def _gather_documents(
