@@ -84,14 +84,14 @@ def find_attention(model: nn.Module) -> AttentionModel:
     name = _name_of(model)
     _refuse_learnt_prompts(name, model)
     text_model, layers, seen = _find_layers(name, model)
-    _refuse_encoder_decoder(name, text_model)
+    _refuse_encoder_decoder(name, model, text_model)
     _refuse_linear_attention(name, text_model)
     _refuse_indexers(name, text_model)
     _refuse_layer_types(name, text_model)
     _refuse_bidirectional(name, text_model)
     _refuse_fused_attention(name, text_model, layers)
     _refuse_pooling(name, model)
-    _refuse_needed_media(name, model)
+    _refuse_what_is_needed(name, model)
     for layer in layers:
         calls = seen.calls_of(layer) if seen is not None else []
         check = _refuse_mla_layer if is_mla(layer) else _refuse_layer
@@ -133,7 +133,6 @@ def _find_layers(name: str, model: nn.Module) -> tuple[Any, list[nn.Module], Pro
         seen = probe(text_model)
         layers = [m for m in text_model.modules() if is_mla(m) or _attends(m, seen)]
         if layers:
-            _refuse_other_text_models(name, text_model, text_models)
             return text_model, layers, seen
     if models:
         raise UnsupportedModelError(
@@ -145,19 +144,6 @@ def _find_layers(name: str, model: nn.Module) -> tuple[Any, list[nn.Module], Pro
         "positions and masks: load it with AutoModelForCausalLM (remote code: load it natively, without trust_remote_code), "
         "or use UlyssesMLAAttention or UlyssesAttention in your own model."
     )
-
-
-def _refuse_other_text_models(name: str, text_model: nn.Module, others: Sequence[nn.Module]) -> None:
-    """Refuses models in which another text model, beside the one that is patched, attends too."""
-    inside = set(text_model.modules())
-    for other in others:
-        if other in inside or text_model in set(other.modules()):
-            continue
-        if any("get_interface" in names_of(module) for module in other.modules()):
-            raise UnsupportedModelError(
-                f"{name} has two text models with attention layers, {type(text_model).__name__} and "
-                f"{type(other).__name__}, but only one would see the sequence that the ranks share: {_ALONE}."
-            )
 
 
 def _attends(module: nn.Module, seen: Probe | None) -> bool:
@@ -192,8 +178,9 @@ def _refuse_learnt_prompts(name: str, model: nn.Module) -> None:
             )
 
 
-def _refuse_encoder_decoder(name: str, text_model: Any) -> None:
-    if getattr(text_model.config, "is_encoder_decoder", False):
+def _refuse_encoder_decoder(name: str, model: nn.Module, text_model: Any) -> None:
+    has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    if has_decoder or getattr(text_model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder with a decoder; only decoders are supported: {_ALONE}.")
 
 
@@ -293,14 +280,19 @@ def _refuse_pooling(name: str, model: nn.Module) -> None:
         )
 
 
-def _refuse_needed_media(name: str, model: nn.Module) -> None:
+def _refuse_what_is_needed(name: str, model: nn.Module) -> None:
     """Refuses models that cannot run on text alone."""
     parameters = inspect.signature(model.forward).parameters
     needed = [word for word in MEDIA if word in parameters and parameters[word].default is inspect.Parameter.empty]
     if needed:
         raise UnsupportedModelError(
             f"{name} needs {' and '.join(needed)} in every forward, but only text is supported under sequence "
-            "parallelism: train it without, or parallelize its language model."
+            "parallelism: parallelize its language model, or train it without sequence parallelism."
+        )
+    if "shared_kv_states" in parameters:
+        raise UnsupportedModelError(
+            f"{name} attends to keys and values that another model hands it (shared_kv_states), of which each rank would "
+            f"have its local tokens only: {_ALONE}."
         )
 
 

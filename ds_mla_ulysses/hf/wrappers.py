@@ -30,7 +30,7 @@ _AWAITED: ContextVar[Wrappers | None] = ContextVar("ulysses_awaited", default=No
 
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 #: Model types in which tokens of type 0 attend in both directions.
-_PREFIX_TYPES = {"paligemma"}
+PREFIX_TYPES = {"paligemma"}
 
 
 class Outer:
@@ -69,7 +69,7 @@ class Wrappers:
         names = {name for m in around for name in _parameters_of(m)}
         # A text model that takes token types adds an embedding of them, which is local.
         self._token_types = [n for n in _TOKEN_TYPES if n in names and n not in _parameters_of(text_model)]
-        self._has_prefix = any(getattr(m.config, "model_type", None) in _PREFIX_TYPES for m in around)
+        self._has_prefix = any(getattr(m.config, "model_type", None) in PREFIX_TYPES for m in around)
 
     def is_awaited(self) -> bool:
         """Whether a module was given a layout in this thread, which the text model has not got yet."""
