@@ -269,6 +269,7 @@ FACTS: Mapping[str, Facts] = {
             "vision_config.depths": (1, 1, 1, 1),
         }
     ),
+    "gemma3n": Facts(init=dict(text_config=_GEMMA3N)),
     "gemma3n_text": Facts(init=_GEMMA3N),
     "gemma4": Facts(is_small=True, init=dict(text_config=_GEMMA4, vision_config=_GEMMA4_VISION, audio_config=None)),
     "gemma4_assistant": Facts(

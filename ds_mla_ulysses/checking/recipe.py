@@ -203,6 +203,7 @@ def build(request: Request, config: Any) -> nn.Module:
     """
     dtype = getattr(torch, request.dtype)
     facts = FACTS.get(str(request.config.get("model_type", "")), Facts())
+    _stand_in_for_timm()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -297,6 +298,18 @@ def _first_that_builds(model_class: Any, config: Any) -> Any:
         torch.manual_seed(0)
         return make(copy.deepcopy(config), attn_implementation=implementation)
     raise NoRecipe(f"no small model could be built: {problem}")
+
+
+def _stand_in_for_timm() -> None:
+    """Without timm, an empty model takes the place of Gemma 3n's vision model, which does not run on text."""
+    if importlib.util.find_spec("timm") is not None:
+        return
+    from transformers import AutoModel, Gemma3nVisionConfig, PreTrainedModel
+
+    class NoVision(PreTrainedModel):  # type: ignore[misc,unused-ignore]
+        config_class = Gemma3nVisionConfig
+
+    AutoModel.register(Gemma3nVisionConfig, NoVision, exist_ok=True)
 
 
 def _shrink(config: Any, is_type: bool) -> None:

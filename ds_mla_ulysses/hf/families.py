@@ -84,6 +84,7 @@ def find_attention(model: nn.Module) -> AttentionModel:
     name = _name_of(model)
     _refuse_learnt_prompts(name, model)
     text_model, layers, seen = _find_layers(name, model)
+    _refuse_what_is_needed(name, model)
     _refuse_encoder_decoder(name, model, text_model)
     _refuse_linear_attention(name, text_model)
     _refuse_indexers(name, text_model)
@@ -91,7 +92,6 @@ def find_attention(model: nn.Module) -> AttentionModel:
     _refuse_bidirectional(name, text_model)
     _refuse_fused_attention(name, text_model, layers)
     _refuse_pooling(name, model)
-    _refuse_what_is_needed(name, model)
     for layer in layers:
         calls = seen.calls_of(layer) if seen is not None else []
         check = _refuse_mla_layer if is_mla(layer) else _refuse_layer
