@@ -19,7 +19,7 @@ from ..layout.shard import LAYOUT, SHIFT_LABELS, ShardLayout
 from .arguments import MEDIA, is_given
 
 _NO_ATTENTIONS = "output_attentions is not supported under sequence parallelism."
-_LABELS = (
+NO_LABELS = (
     "labels cannot be given to a parallelized model, which would shift them within this rank's shard: shard the batch "
     "with its labels (handle.shard) and compute the loss with handle.loss(logits, shard)."
 )
@@ -44,7 +44,7 @@ def problem_of_model(given: Mapping[str, Any]) -> str | None:
     """Why the arguments of the whole model would be wrong on a shard; None if they are right."""
     # With shift_labels, a model's own loss is that of its local tokens, from which the Trainer makes the group's.
     if is_given(given.get("labels")) and given.get(SHIFT_LABELS) is None:
-        return _LABELS
+        return NO_LABELS
     for name in MEDIA:
         if is_given(given.get(name)):
             return _NO_MEDIA.format(name)

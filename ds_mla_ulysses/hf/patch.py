@@ -8,7 +8,8 @@
 | the text model              | forward hooks, which gather the documents; the Handle                                  |
 | its rotary embedding        | forward hooks, if its frequencies depend on the longest position                       |
 | the modules around it       | forward pre-hooks, which take away what they would make masks or caches of; forward    |
-|                             | hooks, which make `aux_loss` of the outputs that of the group                          |
+|                             | hooks, which make `aux_loss` of the outputs that of the group; `loss_function`, which  |
+|                             | refuses labels that would be shifted within a shard                                    |
 
 One entry with a name of our own is added to transformers' attention functions and stays there; only patched modules
 name it. A forward is sequence-parallel if it is given a layout (`layout.shard.LAYOUT`). Its `Documents` are then handed
@@ -167,6 +168,8 @@ class ModelPatch(NotCopied):
         add(text_model.register_forward_hook(self._after_text_model, always_call=True).remove)
         for wrapper, hook in self._wrappers.hooks():
             add(wrapper.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
+        for head, loss_function in self._wrappers.loss_functions():
+            self._replace(head, "_loss_function", loss_function)
         for module in self.aux_loss.modules:
             add(module.register_forward_hook(self._after_module).remove)
         add(self.model.register_forward_hook(self._after_model, always_call=True).remove)

@@ -10,17 +10,19 @@ Letters: B batch · T local tokens.
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..layout.shard import LAYOUT
+from ..errors import UlyssesValueError
+from ..layout.shard import LAYOUT, SHIFT_LABELS
 from .arguments import by_name
-from .inputs import clamp_tokens, embeddings_of, problem_of_model, tokens_of
+from .inputs import NO_LABELS, clamp_tokens, embeddings_of, problem_of_model, tokens_of
 
 #: The keyword argument that carries `Outer` arguments to the text model's hook.
 OUTER = "ulysses_outer"
@@ -86,10 +88,17 @@ class Wrappers:
         Each of them works if no other ran: PEFT calls the forward of its model, but not that model's hooks.
         """
         return [
-            (m, partial(self._before, inspect.signature(m.forward), _hands_mask_on(m)))
+            (m, functools.partial(self._before, inspect.signature(m.forward), _hands_mask_on(m)))
             for m in self.modules
             if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(m.forward).parameters.values())
         ]
+
+    def loss_functions(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """The modules with a head, and a `loss_function` of each that refuses to shift labels within a shard.
+
+        Labels do not pass a hook if somebody calls the module's `forward`, as PEFT does.
+        """
+        return [(m, _refuse_labels(m.loss_function)) for m in self.modules if _has_head(m)]
 
     @torch.compiler.disable
     def _before(
@@ -172,11 +181,27 @@ def no_mask(device: torch.device) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
+def _refuse_labels(loss_function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(loss_function)
+    def of_shifted_labels(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(LAYOUT) is not None and kwargs.get(SHIFT_LABELS) is None:
+            raise UlyssesValueError(NO_LABELS)
+        return loss_function(*args, **kwargs)
+
+    return of_shifted_labels
+
+
 def _hands_mask_on(module: Any) -> bool:
     """Whether the module makes no mask. One with a head does not, but may need the mask for its routers' loss."""
     from transformers import PreTrainedModel
 
-    return not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is not None
+    return not isinstance(module, PreTrainedModel) or _has_head(module)
+
+
+def _has_head(module: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
 
 
 def _parameters_of(module: nn.Module) -> set[str]:

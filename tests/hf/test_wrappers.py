@@ -205,6 +205,70 @@ def test_peft_around_a_wrapper(outside):
     run_ranks(2, with_peft, outside)
 
 
+def labels_past_the_hooks(model_type, outside):
+    """Calls the forward of the outermost model itself, as PEFT does if it came later."""
+    from models import tiny_model
+    from peft import LoraConfig, get_peft_model
+
+    import ds_mla_ulysses as dmu
+
+    model = wrapped_model(model_type) if model_type in CONFIGS else tiny_model(model_type)
+    handle = dmu.parallelize(model)
+    inputs = dict(handle.shard(random_batch(1, 12, vocab=90)).inputs)
+    inputs.pop("shift_labels", None)
+    inputs["labels"] = inputs["input_ids"]
+    if outside:
+        adapted = get_peft_model(model, LoraConfig(target_modules=r".*\.q_proj"))
+        return adapted(**inputs)
+    return model.forward(**inputs)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "qwen3_moe"])
+def test_labels_that_pass_no_hook(model_type, outside):
+    raises_on_ranks(
+        2, ValueError, "labels cannot be given to a parallelized", labels_past_the_hooks, model_type, outside
+    )
+
+
+def bypassed(how):
+    """Forwards that begin below the outermost module."""
+    want = wrapped_model("gemma3")(input_ids=batch_of("plain")[0]["input_ids"], use_cache=False).logits
+    model, handle = parallel("gemma3")
+    inputs = handle.shard(batch_of("plain")[0]).inputs
+    if how == "forward":
+        got = model.forward(**inputs).logits
+    elif how == "inner":
+        got = model.lm_head(model.model(**inputs)[0])
+    else:
+        got = model.lm_head(model.model.language_model(**inputs)[0])
+    parts = [torch.empty_like(got) for _ in range(2)]
+    torch.distributed.all_gather(parts, got.detach().contiguous())
+    torch.testing.assert_close(torch.cat(parts, 1)[:, : want.shape[1]], want.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["forward", "inner", "text model"])
+def test_forwards_below_the_outermost_module(how):
+    run_ranks(2, bypassed, how)
+
+
+def after_a_failure():
+    """A layout that did not arrive is forgotten when the forward ends."""
+    model, handle = parallel("gemma3")
+    inner = model.model
+    forward = inner.forward
+    inner.forward = lambda **kwargs: 1 / 0
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        model(**handle.shard(random_batch(1, 12, vocab=90)).inputs)
+    inner.forward = forward
+    with torch.no_grad():
+        inner.language_model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+def test_a_layout_that_did_not_arrive_is_forgotten():
+    run_ranks(2, after_a_failure)
+
+
 def bad_forward(model_type, name, of_rank_1_only, value):
     model, handle = parallel(model_type)
     inputs = dict(handle.shard(random_batch(1, 12, vocab=90)).inputs)

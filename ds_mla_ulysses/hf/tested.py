@@ -1,0 +1,1 @@
+TESTED = ("llama",)
