@@ -238,7 +238,8 @@ FACTS: Mapping[str, Facts] = {
         }
     ),
     "deepseek_ocr2": Facts(
-        settings={"text_config.mlp_layer_types": ["dense", "sparse"] * 2, "text_config.num_experts_per_tok": 2}
+        init=dict(text_config=dict(num_hidden_layers=4, mlp_layer_types=["dense", "sparse"] * 2)),
+        settings={"text_config.num_experts_per_tok": 2},
     ),
     "deepseek_v2": Facts(settings=dict(num_experts_per_tok=2)),
     "diffusion_gemma": Facts(

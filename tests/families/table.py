@@ -86,7 +86,7 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tested(result: dict[str, Any]) -> str:
+def module_of_types(result: dict[str, Any]) -> str:
     """The text of the module with the model types that came out equal, in some config, and wrong in none."""
     verdicts: dict[str, set[str]] = defaultdict(set)
     for name, row in result["models"].items():
@@ -134,7 +134,7 @@ def _sentence(row: dict[str, Any]) -> str:
 
 def main() -> None:
     result = newest_result()
-    for file, write in ((PAGE, page), (TESTED, tested)):
+    for file, write in ((PAGE, page), (TESTED, module_of_types)):
         file.write_text(write(json.loads(result.read_text())), encoding="utf-8")
         print(f"{file.relative_to(ROOT)}: from {result.name}")
 

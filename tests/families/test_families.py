@@ -7,7 +7,7 @@ import json
 import pytest
 from entries import VARIANTS, entries
 from sweep import check_entry
-from table import PAGE, TESTED, newest_result, page, tested
+from table import PAGE, TESTED, module_of_types, newest_result, page
 
 from ds_mla_ulysses.checking.run import Worker
 
@@ -73,7 +73,7 @@ def test_the_page_is_that_of_the_newest_result():
 
 
 def test_the_list_of_tested_model_types_is_that_of_the_newest_result():
-    assert TESTED.read_text(encoding="utf-8") == tested(RESULT)
+    assert TESTED.read_text(encoding="utf-8") == module_of_types(RESULT)
 
 
 def test_every_model_type_is_equal_or_refused_with_a_sentence():
