@@ -18,7 +18,7 @@ help:
 	@echo "make test        run the whole test suite (part of it: PYTEST_ARGS=tests/unit)"
 	@echo "make test-fast   run the tests that need no launcher and at most two processes"
 	@echo "make matrix      run the rest of the full products of parameters, and store the result in tests/results"
-	@echo "make families    check every causal language model of transformers, store the result, and write docs/supported-models.md"
+	@echo "make families    check every language model of transformers, store the result, and write docs/supported-models.md"
 	@echo "make lint        ruff (rules and formatting) and mypy"
 	@echo "make docs        build the documentation in site/; warnings are errors"
 	@echo "make wheel       build the sdist and the wheel in dist/ and check the wheel in a new environment"
@@ -53,7 +53,7 @@ matrix: .venv/stamp
 	@.venv/bin/python tests/matrix_result.py build/matrix.xml tests/results
 
 families: .venv/stamp
-	@echo "Checking every causal language model of transformers on two processes (about 5 minutes on 2 cores)"
+	@echo "Checking every language model of transformers on two processes (about 10 minutes on 2 cores)"
 	@.venv/bin/python tests/families/sweep.py tests/results/families_$$(date +%F).json
 	@.venv/bin/python tests/families/table.py
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..hf.wrappers import PREFIX_TYPES
+
 #: Ids of tokens are below it, in a vocabulary of `recipe.VOCABULARY`; ids of images and other media may lie above.
 TEXT_VOCABULARY = 90
 _LENGTH = 44
@@ -81,7 +83,7 @@ def make_case(name: str) -> Case:
 def more_inputs(model: nn.Module, case: Case) -> dict[str, Tensor]:
     """Returns what a model of images and text takes beside text, for text alone."""
     config: Any = model.config
-    if not hasattr(config, "vision_config"):
+    if not hasattr(config, "vision_config") or config.model_type in PREFIX_TYPES:
         return {}
     taken = inspect.signature(model.forward).parameters
     return {name: torch.zeros_like(case.batch["input_ids"]) for name in _TOKEN_TYPES if name in taken}

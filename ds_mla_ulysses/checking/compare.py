@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,6 @@ _TIMEOUT = datetime.timedelta(seconds=40)
 #: Parameters whose gradients are smaller than this share of all gradients are compared with that share: the gradient of
 #: a bias that softmax cancels is rounding noise.
 _FLOOR = 1e-4
-#: Errors above the tolerance but below the first number count as equal if they are at most so many times those that one
-#: process makes when its weights change in the last digit: some models amplify rounding.
-_MOST_ROUNDING, _ROUNDINGS = 1e-7, 10.0
 
 #: Sends an event to the process that watches the ranks.
 Send = Callable[[Mapping[str, Any]], None]
@@ -90,11 +86,10 @@ def run_rank(request: Request, todo: Sequence[tuple[str, str]], rank: int, store
                 losses = torch.empty(request.ranks, dtype=torch.float64)
                 dist.all_gather_into_tensor(losses, loss.double().reshape(1))
                 if rank == 0:
-                    assert plain is not None
                     want = references[name]
                     logits = [logits_BSV[row, first:last] for row, first, last in case.documents]
                     errors = errors_of(want, losses, logits, gradients)
-                    row = _row(request, strategy, name, errors, partial(rounding_of, plain, case, want))
+                    row = _row(request, strategy, name, errors)
                     send({"kind": "row", **asdict(row)})
             handle.restore()
         send({"kind": "done"})
@@ -142,30 +137,10 @@ def errors_of(want: Numbers, losses: Tensor, logits: Sequence[Tensor], gradients
     return Errors(off_loss, off_logits, off_gradient, worst)
 
 
-def rounding_of(model: nn.Module, case: Case, want: Numbers) -> float:
-    """By how much one process differs from itself if every weight changes in its last digit."""
-    before = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point()}
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for p in before:
-            p.mul_(1 + torch.finfo(p.dtype).eps * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    found = _reference(model, case)
-    with torch.no_grad():
-        for p, value in before.items():
-            p.copy_(value)
-    gradients = {name: found.gradients[name] for name in want.gradients}
-    return errors_of(want, found.loss.double().reshape(1), found.logits, gradients).largest
-
-
-def _row(request: Request, strategy: str, name: str, errors: Errors, rounding: Callable[[], float]) -> Row:
-    """The row of one comparison. Only errors that rounding could explain are compared with it."""
-    verdict, reason = "equal" if errors.largest <= request.tolerance else "different", ""
-    if verdict == "different" and errors.largest < _MOST_ROUNDING:
-        alone = rounding()
-        if errors.largest <= _ROUNDINGS * alone:
-            verdict = "equal"
-            reason = f"one process differs from itself by {alone:.0e} if its weights change in the last digit"
-    return Row(strategy, name, verdict, errors.loss, errors.logits, errors.gradient, errors.parameter, reason)
+def _row(request: Request, strategy: str, name: str, errors: Errors) -> Row:
+    """The row of one comparison."""
+    verdict = "equal" if errors.largest <= request.tolerance else "different"
+    return Row(strategy, name, verdict, errors.loss, errors.logits, errors.gradient, errors.parameter)
 
 
 def describe(error: BaseException) -> str:

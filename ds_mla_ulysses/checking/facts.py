@@ -151,6 +151,7 @@ _DOTS3_MEDIA = dict(
         downsample_hidden_size=16,
     ),
 )
+_COMPASS = dict(rope_parameters={"full_attention": _DEFAULT_ROPE | {"mrope_section": [4, 2, 2]}}, num_hidden_layers=4)
 _QWEN4 = dict(
     vocab_size=96,
     hidden_size=64,
@@ -176,6 +177,21 @@ _QWEN4 = dict(
     max_position_embeddings=256,
 )
 _QWEN4_VISION = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
+_VOCABULARY_MAP = {"<image>": 90, "<racm3:break>": 91, "<eoss>": 92}
+#: Takes the place of a vision model that needs a package more. It does not run on text.
+_VISION = dict(
+    model_type="clip_vision_model",
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    image_size=32,
+    patch_size=16,
+)
+_KOSMOS_TEXT = dict(embed_dim=64, layers=4, ffn_dim=64, attention_heads=4, vocab_size=96)
+#: RoPE of three axes, whose default sections are those of wide heads.
+_MROPE = {"text_config.rope_parameters.mrope_section": [4, 2, 2]}
+_CONVOLUTIONS = dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2)
 _BLT_PART = dict(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 
 FACTS: Mapping[str, Facts] = {
@@ -208,9 +224,9 @@ FACTS: Mapping[str, Facts] = {
             global_config=dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64),
         ),
     ),
-    "cohere_compass_text": Facts(
-        init=dict(rope_parameters={"full_attention": _DEFAULT_ROPE | {"mrope_section": [4, 2, 2]}}, num_hidden_layers=4)
-    ),
+    "chameleon": Facts(init=dict(vocabulary_map=_VOCABULARY_MAP)),
+    "cohere_compass": Facts(init=dict(text_config=_COMPASS)),
+    "cohere_compass_text": Facts(init=_COMPASS),
     "dbrx": Facts(
         settings={
             "attn_config.rope_theta": 10000.0,
@@ -221,15 +237,42 @@ FACTS: Mapping[str, Facts] = {
             "ffn_config.moe_top_k": 2,
         }
     ),
+    "deepseek_ocr2": Facts(
+        init=dict(text_config=dict(num_hidden_layers=4, mlp_layer_types=["dense", "sparse"] * 2)),
+        settings={"text_config.num_experts_per_tok": 2},
+    ),
     "deepseek_v2": Facts(settings=dict(num_experts_per_tok=2)),
+    "diffusion_gemma": Facts(
+        settings={
+            "text_config.num_experts": 4,
+            "text_config.top_k_experts": 2,
+            "text_config.moe_intermediate_size": 16,
+        }
+    ),
+    # It divides some parameters by the range, so that noise on them would become scores of many hundreds.
+    "dory": Facts(settings=dict(initializer_range=0.5)),
     "dots1": Facts(
         settings=dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1)
     ),
     "dots3_note": Facts(is_small=True, init=dict(text_config=_DOTS3, **_DOTS3_MEDIA)),
     "dots3_note_text": Facts(is_small=True, init=_DOTS3),
+    "emu3": Facts(init=dict(vocabulary_map=_VOCABULARY_MAP)),
+    "ernie4_5_vl_moe": Facts(
+        settings={"text_config.moe_intermediate_size": [16, 16], "text_config.rope_parameters.mrope_section": [3, 3, 2]}
+    ),
     "falcon_h1": Facts(
         settings=dict(mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=1, ssm_multipliers=[1.0] * 5)
     ),
+    "fast_vlm": Facts(init=dict(vision_config=_VISION)),
+    "florence2": Facts(
+        settings={
+            "vision_config.embed_dim": (16, 16, 32, 32),
+            "vision_config.num_heads": (2, 2, 2, 2),
+            "vision_config.num_groups": (2, 2, 2, 2),
+            "vision_config.depths": (1, 1, 1, 1),
+        }
+    ),
+    "gemma3n": Facts(init=dict(text_config=_GEMMA3N)),
     "gemma3n_text": Facts(init=_GEMMA3N),
     "gemma4": Facts(is_small=True, init=dict(text_config=_GEMMA4, vision_config=_GEMMA4_VISION, audio_config=None)),
     "gemma4_assistant": Facts(
@@ -240,10 +283,33 @@ FACTS: Mapping[str, Facts] = {
     "gemma4_unified": Facts(is_small=True, init=dict(text_config=_GEMMA4)),
     "gemma4_unified_assistant": Facts(is_small=True, init=dict(text_config=_GEMMA4_ASSISTANT, backbone_hidden_size=64)),
     "gemma4_unified_text": Facts(is_small=True, init=_GEMMA4),
+    "glm46v": Facts(settings=_MROPE),
+    "glm4v": Facts(settings=_MROPE),
+    "glm4v_moe": Facts(settings={"text_config.rope_parameters.mrope_section": [2, 1, 1]}),
+    "glm_ocr": Facts(settings=_MROPE),
+    "glmga": Facts(settings=_MROPE),
+    "granite4_vision": Facts(
+        settings=dict(deepstack_layer_map=[[0, 0]], spatial_target_layers=[0, 0, 0, 0], downsample_rate="1/2")
+    ),
     "hunyuan_v1_dense": Facts(settings=dict(head_dim=16)),
     "hunyuan_v1_moe": Facts(settings=dict(head_dim=16, moe_topk=2)),
+    "hunyuan_vl": Facts(
+        settings={"text_config.head_dim": 16, "text_config.rope_parameters.mrope_section": [2, 2, 2, 2]}
+    ),
+    # With larger patches, its vision model needs more layers, or scipy.
+    "inkling_mm_model": Facts(settings={"vision_config.patch_size": 2}),
     "kimi_linear": Facts(settings=dict(num_experts=8, num_expert_group=1, topk_group=1, num_experts_per_tok=2)),
-    "lfm2_moe": Facts(init=dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2, num_dense_layers=1)),
+    "kosmos-2": Facts(init=dict(text_config=_KOSMOS_TEXT)),
+    "kosmos-2.5": Facts(init=dict(text_config=_KOSMOS_TEXT)),
+    "lfm2_moe": Facts(init=_CONVOLUTIONS | dict(num_dense_layers=1)),
+    "lfm2_vl": Facts(init=dict(text_config=dict(model_type="lfm2", **_CONVOLUTIONS))),
+    "llama4": Facts(
+        settings={
+            "vision_config.projector_input_dim": 64,
+            "vision_config.projector_output_dim": 64,
+            "vision_config.vision_output_dim": 64,
+        }
+    ),
     "longcat_flash": Facts(
         init=dict(
             qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12, kv_lora_rank=16, q_lora_rank=24, num_layers=2
@@ -253,6 +319,7 @@ FACTS: Mapping[str, Facts] = {
     "mamba2": Facts(settings=dict(num_heads=8, head_dim=16)),
     "ministral": Facts(settings=dict(head_dim=16)),
     "mistral4": Facts(class_name="Mistral4ForCausalLM", settings=dict(head_dim=16)),
+    "muse_spark": Facts(settings={"audio_config.hidden_sizes": (16, 16, 32, 64)}),
     "musicgen": Facts(
         class_name="MusicgenForCausalLM", part="decoder", settings=dict(num_hidden_layers=2, num_codebooks=1)
     ),
@@ -260,10 +327,16 @@ FACTS: Mapping[str, Facts] = {
         class_name="MusicgenMelodyForCausalLM", part="decoder", settings=dict(num_hidden_layers=2, num_codebooks=1)
     ),
     "nemotron": Facts(settings=dict(num_key_value_heads=2)),
+    "paddleocr_vl": Facts(settings=_MROPE),
+    "perception_lm": Facts(init=dict(vision_config=_VISION | dict(model_args={"embed_dim": 64}))),
     "plbart": Facts(settings=_SEQ2SEQ),
+    "qwen2_5_omni_thinker": Facts(settings=_MROPE),
+    "qwen2_5_vl": Facts(settings=_MROPE),
+    "qwen2_vl": Facts(settings=_MROPE),
     "qwen4_exp": Facts(is_small=True, init=dict(text_config=_QWEN4, vision_config=_QWEN4_VISION)),
     "qwen4_exp_text": Facts(is_small=True, init=_QWEN4),
     "reformer": Facts(settings=dict(is_decoder=True, axial_pos_embds_dim=(32, 32), axial_pos_shape=(4, 11))),
+    "step3p7": Facts(settings={"text_config.sliding_window": 16}),
     "whisper": Facts(settings=_SEQ2SEQ),
     "xlm": Facts(settings=dict(n_words=96, emb_dim=64, n_layers=2, n_heads=4)),
     "xlstm": Facts(

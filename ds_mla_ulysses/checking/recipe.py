@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,14 @@ _WIDTHS: Mapping[str, int] = {
     "max_position_embeddings": 256,
     "n_positions": 256,
     "sliding_window": 16,
+    "sliding_window_size": 16,
+    "swa_head_dim": 16,
+    "rel_extent": 16,
+    "dense_intermediate_size": 64,
+    "shared_intermediate_size": 16,
+    "moe_hidden_size": 64,
+    "moe_shared_expert_intermediate_size": 16,
+    "unpadded_vocab_size": VOCABULARY,
     "attention_chunk_size": 16,
     "floor_scale": 16,
     "index_topk": 8,
@@ -90,6 +99,41 @@ _WIDTHS: Mapping[str, int] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+#: Further widths of the configs beside that of the text model: vision and audio models, and what connects them.
+_MEDIA_WIDTHS: Mapping[str, int] = {
+    "depth": 2,
+    "embed_dim": 64,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_num_layers": 1,
+    "decoder_hidden_size": 64,
+    "decoder_intermediate_size": 64,
+    "resampler_depth": 1,
+    "aligner_num_add_layers": 1,
+    "out_hidden_size": 64,
+    "output_dim": 64,
+    "text_hidden_size": 64,
+    "projection_dim": 64,
+    "projection_hidden_dim": 64,
+    "projection_intermediate_size": 64,
+    "projector_hidden_size": 64,
+    "alignment_intermediate_size": 64,
+    "merged_hidden_size": 64,
+    "patch_embed_hidden_size": 64,
+    "downsample_hidden_size": 32,
+    "latent_query_num": 8,
+    "image_token_embed_dim": 64,
+    "mlp_dim": 64,
+    "base_channels": 32,
+    "latent_channels": 32,
+    "num_embeddings": 64,
+    "codebook_size": 64,
+    "codebook_dim": 32,
+}
+#: Tokens of images and other media lie above those of text (`cases.TEXT_VOCABULARY`).
+_MEDIA_TOKEN = 90
+_MEDIA_TOKENS = re.compile(r"(image|video|audio|vision|boi|eoi|boa|eoa).*_(token_id|token_index|patch_id)")
 #: Settings that are cut only if they are larger: with 0 or 1 a layer has another kind.
 _AT_MOST: Mapping[str, int] = {"first_k_dense_replace": 1, "decoder_sparse_step": 2, "interleave_moe_layer_step": 2}
 _SHOWN = (
@@ -128,8 +172,11 @@ def small_config(request: Request) -> Any:
             *path, last = name.split(".")
             owner = config
             for part in path:
-                owner = getattr(owner, part)
-            setattr(owner, last, copy.deepcopy(value))
+                owner = owner[part] if isinstance(owner, dict) else getattr(owner, part)
+            if isinstance(owner, dict):
+                owner[last] = copy.deepcopy(value)
+            else:
+                setattr(owner, last, copy.deepcopy(value))
         _set_experts(config)
     except Exception as error:  # a config class may raise anything
         raise NoRecipe(f"no small config could be made of this one: {type(error).__name__}: {error}") from error
@@ -156,6 +203,7 @@ def build(request: Request, config: Any) -> nn.Module:
     """
     dtype = getattr(torch, request.dtype)
     facts = FACTS.get(str(request.config.get("model_type", "")), Facts())
+    _stand_in_for_timm()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -218,6 +266,8 @@ def _class_of(request: Request, config: Any, facts: Facts) -> Any:
     if facts.class_name:
         return getattr(transformers, facts.class_name)
     kind = config.model_type
+    if request.with_images:
+        return getattr(transformers, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind])
     if kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return transformers.AutoModelForCausalLM
     if kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
@@ -250,6 +300,18 @@ def _first_that_builds(model_class: Any, config: Any) -> Any:
     raise NoRecipe(f"no small model could be built: {problem}")
 
 
+def _stand_in_for_timm() -> None:
+    """Without timm, an empty model takes the place of Gemma 3n's vision model, which does not run on text."""
+    if importlib.util.find_spec("timm") is not None:
+        return
+    from transformers import AutoModel, Gemma3nVisionConfig, PreTrainedModel
+
+    class NoVision(PreTrainedModel):  # type: ignore[misc,unused-ignore]
+        config_class = Gemma3nVisionConfig
+
+    AutoModel.register(Gemma3nVisionConfig, NoVision, exist_ok=True)
+
+
 def _shrink(config: Any, is_type: bool) -> None:
     """Cuts the widths and the layers of a config and of the configs in it."""
     settings = vars(config)
@@ -261,6 +323,9 @@ def _shrink(config: Any, is_type: bool) -> None:
             word in name for word in ("dropout", "pdrop", "jitter", "layerdrop", "drop_path")
         ):
             changed[name] = 0.0
+    if config.get_text_config() is not config or not hasattr(config, "vocab_size"):
+        changed |= {name: x for name, x in _MEDIA_WIDTHS.items() if _is_number(settings.get(name))}
+    changed |= {name: _MEDIA_TOKEN for name, x in settings.items() if _is_number(x) and _MEDIA_TOKENS.fullmatch(name)}
     if _is_number(settings.get("num_key_value_heads")):
         changed["num_key_value_heads"] = HEADS if is_mla else _kv_heads(settings, is_type)
     if is_mla and "head_dim" in settings:

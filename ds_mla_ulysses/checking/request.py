@@ -23,6 +23,7 @@ class Request:
         config: the config as a dict with a `model_type`, or only that.
         is_type: whether only a model type was given, so that the config is the default of its class.
         variant: settings that take the place of the recipe's, by dotted name.
+        with_images: whether the model of images and text is meant, if its type also has a language model alone.
         model_code: "FILE.py:Class", the model's class if it is not one of transformers.
         ranks, strategies, cases, dtype: see `run.check`.
     """
@@ -31,6 +32,7 @@ class Request:
     config: Mapping[str, Any]
     is_type: bool = False
     variant: Mapping[str, Any] = field(default_factory=dict)
+    with_images: bool = False
     model_code: str | None = None
     ranks: int = 2
     strategies: tuple[str, ...] = ()

@@ -89,7 +89,17 @@ def make_request(
             raise UlyssesValueError(f"model_code must be FILE.py:Class, got {model_code!r}.")
         model_code = str(Path(file).resolve()) + model_code[len(file) :]
     model, values, is_type = _config_of(config)
-    return Request(model, values, is_type, dict(variant or {}), model_code, sp_size, names, tuple(cases), dtype)
+    return Request(
+        model,
+        values,
+        is_type,
+        variant=dict(variant or {}),
+        model_code=model_code,
+        ranks=sp_size,
+        strategies=names,
+        cases=tuple(cases),
+        dtype=dtype,
+    )
 
 
 class Worker:

@@ -12,6 +12,26 @@ from ..errors import UlyssesRuntimeError
 #: Arguments of attention functions that change the result and that no strategy exchanges between ranks.
 SCORE_ARGUMENTS = ("position_bias", "head_mask", "indices", "block_indices")
 
+#: Arguments with images, videos or sounds, or with what was made of them.
+MEDIA = (
+    "pixel_values",
+    "pixel_values_videos",
+    "pixel_values_images",
+    "pixel_values_local",
+    "high_res_pixel_values",
+    "image_patches",
+    "flattened_patches",
+    "input_features",
+    "input_values",
+    "audio_input_ids",
+    "image_hidden_states",
+    "image_embeds",
+    "image_encoder_embeddings",
+    "perceiver_embeddings",
+    "cross_attention_states",
+    "mm_encoder_outputs",
+)
+
 
 class NotCopied:
     """An object that belongs to one patched model. A copy would share its process group, its hooks or its weights.

@@ -19,31 +19,8 @@ from torch import nn
 
 from ..errors import UlyssesValueError
 from ..layout.widths import MLAWidths
-from .arguments import SCORE_ARGUMENTS
+from .arguments import MEDIA, SCORE_ARGUMENTS
 from .probe import AttentionCall, Probe, probe
-
-#: Model types that the tests train; others with the same modules work with a warning. First those with MLA.
-TESTED = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "kimi_k25",
-    "glm4_moe_lite",
-    "minicpm3",
-    "youtu",
-    "mistral4",
-    "axk1",
-    "longcat_flash",
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mistral",
-    "mixtral",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "phi3",
-)
 
 #: Layer types whose masks follow from positions, documents and a window.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -81,7 +58,8 @@ def find_attention(model: nn.Module) -> AttentionModel:
     name = _name_of(model)
     _refuse_learnt_prompts(name, model)
     text_model, layers, seen = _find_layers(name, model)
-    _refuse_encoder_decoder(name, text_model)
+    _refuse_what_is_needed(name, model)
+    _refuse_encoder_decoder(name, model, text_model)
     _refuse_linear_attention(name, text_model)
     _refuse_indexers(name, text_model)
     _refuse_layer_types(name, text_model)
@@ -133,7 +111,7 @@ def _find_layers(name: str, model: nn.Module) -> tuple[Any, list[nn.Module], Pro
     if models:
         raise UnsupportedModelError(
             f"{name} has no layer that calls transformers' attention interface: parallelize supports decoders such as "
-            f"{', '.join(TESTED)}."
+            "deepseek_v3, llama, qwen3_moe and gemma3."
         )
     raise UnsupportedModelError(
         f"{name} is not a transformers PreTrainedModel around its attention layers, so this package cannot see "
@@ -174,8 +152,9 @@ def _refuse_learnt_prompts(name: str, model: nn.Module) -> None:
             )
 
 
-def _refuse_encoder_decoder(name: str, text_model: Any) -> None:
-    if getattr(text_model.config, "is_encoder_decoder", False):
+def _refuse_encoder_decoder(name: str, model: nn.Module, text_model: Any) -> None:
+    has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    if has_decoder or getattr(text_model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder with a decoder; only decoders are supported: {_ALONE}.")
 
 
@@ -216,7 +195,8 @@ def _layer_types(text_model: Any) -> set[str]:
 
 
 def _refuse_bidirectional(name: str, text_model: Any) -> None:
-    if getattr(text_model.config, "use_bidirectional_attention", False):
+    # With "vision", tokens of images attend in both directions. Those are refused in the forward.
+    if getattr(text_model.config, "use_bidirectional_attention", False) not in (None, False, "vision"):
         raise UnsupportedModelError(_other_masks(name, "use_bidirectional_attention"))
 
 
@@ -266,11 +246,27 @@ def _refuse_fused_attention(name: str, text_model: nn.Module, layers: Sequence[n
 
 
 def _refuse_pooling(name: str, model: nn.Module) -> None:
-    pooled = ("SequenceClassification", "QuestionAnswering", "RewardModel")
+    pooled = ("SequenceClassification", "ImageClassification", "QuestionAnswering", "RewardModel")
     if any(word in type(model).__name__ for word in pooled):
         raise UnsupportedModelError(
             f"{name} pools over the sequence, but each rank has only a shard of it: parallelize the model with its language "
             "modelling head or its base model, and pool over the ranks in your own loop."
+        )
+
+
+def _refuse_what_is_needed(name: str, model: nn.Module) -> None:
+    """Refuses models that cannot run on text alone."""
+    parameters = inspect.signature(model.forward).parameters
+    needed = [word for word in MEDIA if word in parameters and parameters[word].default is inspect.Parameter.empty]
+    if needed:
+        raise UnsupportedModelError(
+            f"{name} needs {' and '.join(needed)} in every forward, but only text is supported under sequence "
+            "parallelism: parallelize its language model, or train it without sequence parallelism."
+        )
+    if "shared_kv_states" in parameters:
+        raise UnsupportedModelError(
+            f"{name} attends to keys and values that another model hands it (shared_kv_states), of which each rank would "
+            f"have its local tokens only: {_ALONE}."
         )
 
 

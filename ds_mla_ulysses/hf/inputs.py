@@ -16,26 +16,19 @@ from torch import Tensor, nn
 
 from ..comm.group import SequenceGroup
 from ..layout.shard import LAYOUT, SHIFT_LABELS, ShardLayout
-from .arguments import is_given
-
-#: The keyword argument that tells the text model's hook what is wrong with the whole model's arguments.
-PROBLEM = "ulysses_problem"
+from .arguments import MEDIA, is_given
 
 _NO_ATTENTIONS = "output_attentions is not supported under sequence parallelism."
-_REFUSED_OF_MODEL = {
-    ("labels",): (
-        "labels cannot be given to a parallelized model, which would shift them within this rank's shard: shard the batch "
-        "with its labels (handle.shard) and compute the loss with handle.loss(logits, shard)."
-    ),
-    ("pixel_values", "pixel_values_videos"): (
-        "pixel_values are not supported under sequence parallelism: only text is. Run the model with images without a "
-        "layout, under torch.no_grad() or inside `with handle.plain():`."
-    ),
-    ("logits_to_keep",): (
-        "logits_to_keep would keep the last tokens of every rank's shard: leave it out and slice the result."
-    ),
-}
-_REFUSED_OF_TEXT_MODEL = {
+NO_LABELS = (
+    "labels cannot be given to a parallelized model, which would shift them within this rank's shard: shard the batch "
+    "with its labels (handle.shard) and compute the loss with handle.loss(logits, shard)."
+)
+_NO_MEDIA = (
+    "{} are not supported under sequence parallelism: only text is. Run the model with images or sounds without a layout, "
+    "under torch.no_grad() or inside `with handle.plain():`."
+)
+_LOGITS = "logits_to_keep would keep the last tokens of every rank's shard: leave it out and slice the result."
+_REFUSED = {
     ("cache", "past_key_values"): (
         "cache and past_key_values are not supported under sequence parallelism: leave them out, or generate from whole "
         "sequences without a layout."
@@ -47,27 +40,33 @@ _REFUSED_OF_TEXT_MODEL = {
 }
 
 
-def refused_of_model(given: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | None:
-    """The names of arguments of the whole model that would be wrong on a shard, and why; None if there are none."""
-    for names, problem in _REFUSED_OF_MODEL.items():
-        # With shift_labels, a model's own loss is that of its local tokens, from which the Trainer makes the group's.
-        labels_fit = "labels" in names and given.get(SHIFT_LABELS) is not None
-        if any(is_given(given.get(name)) for name in names) and not labels_fit:
-            return names, problem
-    return None
+def problem_of_model(given: Mapping[str, Any]) -> str | None:
+    """Why the arguments of the whole model would be wrong on a shard; None if they are right."""
+    # With shift_labels, a model's own loss is that of its local tokens, from which the Trainer makes the group's.
+    if is_given(given.get("labels")) and given.get(SHIFT_LABELS) is None:
+        return NO_LABELS
+    for name in MEDIA:
+        if is_given(given.get(name)):
+            return _NO_MEDIA.format(name)
+    if is_given(given.get("logits_to_keep")):
+        return _LOGITS
+    return _problem_of_forward(given)
 
 
 def find_problem(text_model: Any, given: Mapping[str, Any], layout: Any, group: SequenceGroup) -> str | None:
     """Why the arguments of the text model would be wrong on a shard; None if they are right."""
-    for names, problem in _REFUSED_OF_TEXT_MODEL.items():
-        if any(is_given(given.get(name)) for name in names):
-            return problem
-    if getattr(text_model.config, "output_attentions", False):
+    problem = _problem_of_forward(given)
+    if problem is None and getattr(text_model.config, "output_attentions", False):
         return _NO_ATTENTIONS
     tokens = tokens_of(given)
-    if tokens is None:
-        return _problem_of_tokens(given.get("input_ids"), given.get("inputs_embeds"))
-    return _problem_of_layout(layout, group, tokens.shape[1])
+    return problem if tokens is None else problem or _problem_of_layout(layout, group, tokens.shape[1])
+
+
+def _problem_of_forward(given: Mapping[str, Any]) -> str | None:
+    for names, problem in _REFUSED.items():
+        if any(is_given(given.get(name)) for name in names):
+            return problem
+    return _problem_of_tokens(given.get("input_ids"), given.get("inputs_embeds"))
 
 
 def tokens_of(given: Mapping[str, Any]) -> Tensor | None:
@@ -90,8 +89,14 @@ def _problem_of_tokens(ids: Any, embeds: Any) -> str | None:
 
 def impossible_tokens(text_model: nn.Module, ids: Tensor) -> Tensor | None:
     """bool [B, T], True on tokens that the embedding does not have. The host does not wait for it."""
-    table = _embeddings_of(text_model)
+    table = embeddings_of(text_model)
     return (ids < 0) | (ids >= table.num_embeddings) if isinstance(table, nn.Embedding) else None
+
+
+def clamp_tokens(text_model: nn.Module, ids: Tensor) -> Tensor:
+    """The tokens, or the nearest ones that the embedding has. The host does not wait for it."""
+    table = embeddings_of(text_model)
+    return ids.clamp(0, table.num_embeddings - 1) if isinstance(table, nn.Embedding) else ids
 
 
 def problem_of_impossible_tokens(text_model: nn.Module, ids: Tensor) -> str | None:
@@ -99,7 +104,7 @@ def problem_of_impossible_tokens(text_model: nn.Module, ids: Tensor) -> str | No
     wrong = impossible_tokens(text_model, ids)
     if wrong is None or not wrong.any():
         return None
-    found, size = int(ids[wrong][0]), _embeddings_of(text_model).num_embeddings
+    found, size = int(ids[wrong][0]), embeddings_of(text_model).num_embeddings
     return f"input_ids has {found}, which is outside the vocabulary of {size}."
 
 
@@ -122,7 +127,8 @@ def _problem_of_layout(layout: Any, group: SequenceGroup, tokens: int) -> str | 
     return None
 
 
-def _embeddings_of(text_model: Any) -> Any:
+def embeddings_of(text_model: Any) -> Any:
+    """The table of the text model's token embeddings."""
     return text_model.get_input_embeddings()
 
 

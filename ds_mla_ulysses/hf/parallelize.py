@@ -17,11 +17,12 @@ from ..comm.group import SequenceGroup, split_world
 from ..errors import UlyssesRuntimeError, UlyssesTypeError, UlyssesValueError
 from ..planner.auto import Auto
 from .checks import Checks
-from .families import TESTED, AttentionModel, find_attention, is_patched
+from .families import AttentionModel, find_attention, is_patched
 from .handle import HANDLE, Handle
 from .moba import kernel_of
 from .patch import ModelPatch
 from .strategies import check_layer, check_strategy, decide_strategy
+from .tested import TESTED
 
 _logger = logging.getLogger("ds_mla_ulysses")
 
@@ -144,8 +145,8 @@ def _facts_of(model: nn.Module, found: AttentionModel) -> dict[str, Any]:
 def _warn_if_untested(model: nn.Module, found: AttentionModel) -> None:
     if found.model_type not in TESTED and getattr(model.config, "model_type", None) not in TESTED:
         warnings.warn(
-            f"{found.model_type} has attention layers like those of the models that this package is tested with "
-            f"({', '.join(TESTED)}), but was not tested itself: compare one step with one process before you trust it. The command "
+            f"{found.model_type} has attention layers like those of the {len(TESTED)} model types that this package is tested "
+            "with, but was not tested itself: compare one step with one process before you trust it. The command "
             "`ds-mla-ulysses check --model config.json` does so with a small model of the same architecture.",
             stacklevel=3,
         )

@@ -7,8 +7,9 @@
 | the attention module        | with "latent_qkv": a forward on the latents of all tokens                              |
 | the text model              | forward hooks, which gather the documents; the Handle                                  |
 | its rotary embedding        | forward hooks, if its frequencies depend on the longest position                       |
-| the given model             | a forward pre-hook, which refuses arguments that would be wrong on a shard             |
-| it and the modules between  | forward hooks, which make `aux_loss` of the outputs that of the group                  |
+| the modules around it       | forward pre-hooks, which take away what they would make masks or caches of; forward    |
+|                             | hooks, which make `aux_loss` of the outputs that of the group; `loss_function`, which  |
+|                             | refuses labels that would be shifted within a shard                                    |
 
 One entry with a name of our own is added to transformers' attention functions and stays there; only patched modules
 name it. A forward is sequence-parallel if it is given a layout (`layout.shard.LAYOUT`). Its `Documents` are then handed
@@ -37,19 +38,12 @@ from ..layout.shard import LAYOUT
 from .arguments import NotCopied, by_name
 from .aux_loss import AuxLoss
 from .families import AttentionModel, is_mla
-from .inputs import (
-    PROBLEM,
-    find_problem,
-    impossible_tokens,
-    is_recomputation,
-    problem_of_impossible_tokens,
-    refused_of_model,
-    tokens_of,
-)
+from .inputs import find_problem, impossible_tokens, is_recomputation, problem_of_impossible_tokens, tokens_of
 from .latent_forward import DOCUMENTS
 from .local_attention import LayerKernel, as_autocast
 from .moba import MoBAKernel
 from .strategies import LayerStrategy, strategy_of
+from .wrappers import OUTER, Outer, Wrappers, marks_images, no_mask, problem_of_token_types
 
 #: Our entry in transformers' attention functions. It must not contain "flash", for which transformers looks.
 ATTENTION_NAME = "ds_mla_ulysses"
@@ -140,7 +134,7 @@ class ModelPatch(NotCopied):
         self._implementation = _config_of(found.text_model)._attn_implementation
         self._moba_kernels = [kernel for kernel in kernels if isinstance(kernel, MoBAKernel)]
         self._text_signature = inspect.signature(found.text_model.forward)
-        self._model_signature = inspect.signature(model.forward)
+        self._wrappers = Wrappers(model, found.text_model)
         self.aux_loss = AuxLoss(_modules_around(found.text_model, model), found.text_model, group)
         self._undo: list[Callable[[], None]] = []
 
@@ -169,13 +163,16 @@ class ModelPatch(NotCopied):
         for layer, kernel in zip(self._layers, self._kernels, strict=True):
             self._apply_to_layer(layer, kernel)
         add = self._undo.append
-        text_model, model = self._text_model, self.model
+        text_model = self._text_model
         add(text_model.register_forward_pre_hook(self._before_text_model, with_kwargs=True).remove)
         add(text_model.register_forward_hook(self._after_text_model, always_call=True).remove)
-        add(model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True).remove)
+        for wrapper, hook in self._wrappers.hooks():
+            add(wrapper.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
+        for head, loss_function in self._wrappers.loss_functions():
+            self._replace(head, "_loss_function", loss_function)
         for module in self.aux_loss.modules:
             add(module.register_forward_hook(self._after_module).remove)
-        add(model.register_forward_hook(self._after_model, always_call=True).remove)
+        add(self.model.register_forward_hook(self._after_model, always_call=True).remove)
         for rotary in text_model.modules():
             if _depends_on_longest(rotary):
                 add(rotary.register_forward_pre_hook(_add_longest_position, with_kwargs=True).remove)
@@ -205,19 +202,6 @@ class ModelPatch(NotCopied):
             self._undo.append(partial(attributes.__delitem__, name))
         attributes[name] = value
 
-    def _before_model(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Finds arguments of the whole model that would be wrong on a shard, for the text model's hook to report."""
-        if kwargs.get(LAYOUT) is None:
-            return None
-        given = by_name(self._model_signature, args, kwargs)
-        refused = refused_of_model(given)
-        if refused is None:
-            return None
-        names, problem = refused
-        return (), given | dict.fromkeys(set(names) & set(given)) | {PROBLEM: problem}
-
     @torch.compiler.disable  # its collectives cannot be traced
     def _before_text_model(
         self, text_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -228,31 +212,49 @@ class ModelPatch(NotCopied):
                 "the attention implementation of a parallelized model was changed: call handle.restore() first, then "
                 "set_attn_implementation, then parallelize."
             )
-        layout = kwargs.pop(LAYOUT, None)
+        layout, is_awaited = kwargs.pop(LAYOUT, None), self._wrappers.is_awaited()
+        self._wrappers.end()
+        if layout is None and is_awaited:
+            raise UlyssesRuntimeError(
+                f"{type(self.model).__name__} was given a layout, but does not hand its keyword arguments on to "
+                f"{type(text_model).__name__}, which would attend to one rank's tokens only: train it without sequence "
+                "parallelism."
+            )
         if layout is None:
             self.aux_loss.end()
             self._refuse_training(args, kwargs)
             _RUNNING.set(_Forward(self, False, None, _RUNNING.get()))
             return args, kwargs
         given = by_name(self._text_signature, args, kwargs)
-        documents, positions_BT = self._gather_documents(text_model, given, layout)
+        outer = given.pop(OUTER, None) or Outer(None, given, {})
+        documents, positions_BT = self._gather_documents(text_model, given, outer, layout)
         longest = documents.longest_position if self.group.size > 1 else None
         _RUNNING.set(_Forward(self, True, longest, _RUNNING.get()))
-        self.aux_loss.begin(layout, given.get("attention_mask"))
-        # transformers hands a four-dimensional mask on as it is, so no mask of S x S or T x T is made.
-        no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=positions_BT.device)
-        given |= {"position_ids": positions_BT, "attention_mask": no_mask, "use_cache": False, DOCUMENTS: documents}
+        self.aux_loss.begin(layout, outer.attention_mask)
+        given |= {
+            "position_ids": positions_BT.contiguous(),  # some models take views of them
+            "attention_mask": no_mask(positions_BT.device),
+            "use_cache": False,
+            DOCUMENTS: documents,
+        }
         return (), given
 
-    def _gather_documents(self, text_model: nn.Module, given: dict[str, Any], layout: Any) -> tuple[Documents, Tensor]:
+    def _gather_documents(
+        self, text_model: nn.Module, given: dict[str, Any], outer: Outer, layout: Any
+    ) -> tuple[Documents, Tensor]:
         """The documents of the whole sequences and the local positions; raises on all ranks if one has a problem."""
-        problem = given.pop(PROBLEM, None) or find_problem(text_model, given, layout, self.group)
+        problem = outer.problem or find_problem(text_model, given, layout, self.group)
         tokens = tokens_of(given)  # None only if there is a problem
-        ids = given.get("input_ids") if problem is None else None
+        ids = outer.input_ids if problem is None else None
+
+        def describe() -> str | None:
+            of_ids = None if ids is None else problem_of_impossible_tokens(text_model, ids)
+            return of_ids or problem_of_token_types(outer)
+
         trains = tokens is not None and torch.is_grad_enabled() and tokens.requires_grad
         return gather_documents(
-            given.get("position_ids"),
-            given.get("attention_mask"),
+            outer.position_ids,
+            outer.attention_mask,
             (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1]),
             torch.device("cpu") if tokens is None else tokens.device,
             self.group,
@@ -264,8 +266,8 @@ class ModelPatch(NotCopied):
                 "autocast was enabled": _autocast_dtype(tokens),
                 "set_moba was called": tuple(kernel.is_full for kernel in self._moba_kernels),
             },
-            None if ids is None else impossible_tokens(text_model, ids),
-            lambda: None if ids is None else problem_of_impossible_tokens(text_model, ids),
+            _impossible(text_model, ids, outer),
+            describe,
         )
 
     def _after_text_model(self, text_model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -281,6 +283,7 @@ class ModelPatch(NotCopied):
 
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self.aux_loss.end()
+        self._wrappers.end()
 
     def _refuse_training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises RuntimeError if a forward without a layout would train on this rank's tokens alone.
@@ -325,6 +328,14 @@ def _cut_longest_position(rotary: nn.Module, args: tuple[Any, ...], out: Any) ->
     if _longest_position() is None:
         return None
     return tuple(x[:, :-1] for x in out) if isinstance(out, tuple) else out[:, :-1]
+
+
+def _impossible(text_model: nn.Module, ids: Tensor | None, outer: Outer) -> Tensor | None:
+    """bool, broadcasts to [B, T]: True where the ids or types of local tokens are not supported."""
+    ids_are, types_are = None if ids is None else impossible_tokens(text_model, ids), marks_images(outer)
+    if ids_are is None or types_are is None:
+        return types_are if ids_are is None else ids_are
+    return ids_are | types_are
 
 
 def _is_checkpointing(text_model: nn.Module) -> bool:

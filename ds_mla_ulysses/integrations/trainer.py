@@ -222,7 +222,7 @@ def _check_loss(handle: Handle) -> None:
     is_its_result = handle.returns_loss_function
     if is_its_result is None:  # its forward cannot be run without weights, so its code has to tell
         is_its_result = "loss_function" in names_of(base)
-    if not is_its_result or base.loss_function is not ForCausalLMLoss:
+    if not is_its_result or inspect.unwrap(base.loss_function) is not ForCausalLMLoss:
         raise UlyssesValueError(
             f"{type(base).__name__} has a loss other than the cross entropy of the next token (ForCausalLMLoss), and would "
             "compute it on one rank's tokens: train it without sequence parallelism, or with a loop of your own and "

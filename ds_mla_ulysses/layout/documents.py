@@ -186,7 +186,7 @@ def gather_documents(
         shape: (B, T) of the inputs.
         problem: anything else that is wrong with the local inputs.
         alike: small values that have to be the same on all ranks, by what they say.
-        impossible_BT: bool, True on local tokens that the embedding does not have.
+        impossible_BT: bool, a shape that broadcasts to [B, T]: True on local tokens that are not supported.
         describe_impossible: the sentence about the local ones among them, or None; called if any rank has some.
 
     Returns:
@@ -210,7 +210,7 @@ def gather_documents(
     else:
         mask_BT = attention_mask.to(device)
         numbers_BT = mask_BT.to(torch.long).clamp(min=1).masked_fill(mask_BT == 0, 0)
-    impossible_BT = torch.zeros_like(numbers_BT) if impossible_BT is None else impossible_BT.to(torch.long)
+    impossible_BT = torch.zeros_like(numbers_BT) if impossible_BT is None else impossible_BT.to(numbers_BT)
     # One gather for all; [ranks * T, B, 2], since ranks and tokens have to be adjacent.
     of_ranks = gather_now(torch.stack([positions_BT.T, (2 * numbers_BT + impossible_BT).T], dim=-1), group, "setup")
     positions_SB, state_SB = in_order(of_ranks, group).unbind(-1)

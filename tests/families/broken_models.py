@@ -53,6 +53,11 @@ class _LosesGradient(Attention):
         return value.detach() if "ulysses_documents" in settings else value
 
 
+class _SlightlyOff(Attention):
+    def value(self, value, settings):
+        return value * (1 + 3e-9) if "ulysses_documents" in settings else value
+
+
 class _Raises(Attention):
     def value(self, value, settings):
         if "ulysses_documents" in settings:
@@ -87,6 +92,10 @@ class BringsMask(Right):
 
 class LosesGradient(Right):
     attention = _LosesGradient
+
+
+class SlightlyOff(Right):
+    attention = _SlightlyOff
 
 
 class Raises(Right):

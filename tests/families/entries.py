@@ -1,4 +1,4 @@
-"""What `make families` checks: every causal language model of transformers, and configs that a class's defaults lack."""
+"""What `make families` checks: every language model of transformers, those with images, and configs that defaults lack."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ class Entry:
         model_type: the model type.
         config: arguments of its config class, in place of the defaults.
         settings: settings of the small config, by dotted name.
+        with_images: whether the model of images and text is meant, on text alone.
     """
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    with_images: bool = False
 
 
 #: Configs beside the defaults, by the name that the result has for them.
@@ -73,6 +75,15 @@ VARIANTS: Mapping[str, Entry] = {
         {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "num_hidden_layers": 4},
         {"index_block_size": 8, "index_topk_blocks": 2},
     ),
+    "minimax_m3_vl, sparse layers": Entry(
+        "minimax_m3_vl",
+        {"text_config": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "num_hidden_layers": 4}},
+        {"text_config.index_block_size": 8, "text_config.index_topk_blocks": 2},
+        with_images=True,
+    ),
+    "paligemma, causal": Entry(
+        "paligemma", settings={"text_config.use_bidirectional_attention": False}, with_images=True
+    ),
     "bert, as an encoder": Entry("bert", settings={"is_decoder": False}),
 }
 
@@ -82,8 +93,14 @@ OTHERS = ("kimi_k25", "mistral4")
 
 
 def entries() -> dict[str, Entry]:
-    """Every causal language model type of the installed transformers, the other text models, and the variants."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Every model type of the installed transformers that makes text of text, the other text models, and the variants."""
+    from transformers.models.auto import modeling_auto
 
-    kinds = sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OTHERS])
-    return {kind: Entry(kind) for kind in kinds} | dict(VARIANTS)
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = {kind: Entry(kind) for kind in sorted([*causal, *OTHERS])}
+    for kind, name in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
+        if kind not in known:
+            known[kind] = Entry(kind, with_images=True)
+        elif causal.get(kind, name) != name:  # the automatic class for language models leaves the images out
+            known[f"{kind}, with images"] = Entry(kind, with_images=True)
+    return known | dict(VARIANTS)

@@ -46,7 +46,9 @@ def check_entry(
     report = None
     for dtype in ("float64", "float32"):
         made = make_request(entry.model_type, ranks, strategies, dtype, cases=cases, variant=entry.settings)
-        made = dataclasses.replace(made, model=name, config={**made.config, **entry.config})
+        made = dataclasses.replace(
+            made, model=name, config={**made.config, **entry.config}, with_images=entry.with_images
+        )
         report = worker.check(made)
         if not any(word in report.problem for word in _OF_DTYPES):
             break

@@ -1,4 +1,4 @@
-"""Writes docs/supported-models.md from the newest result of `make families`.
+"""Writes docs/supported-models.md and the package's list of tested model types from the newest result of `make families`.
 
 python tests/families/table.py
 """
@@ -13,7 +13,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "supported-models.md"
+TESTED = ROOT / "ds_mla_ulysses" / "hf" / "tested.py"
 RESULTS = ROOT / "tests" / "results"
+#: Remarks on small models that lack something, by name.
+_REMARKS = {"gemma3n": "without its vision model, which needs timm"}
 _BATCHES = {"plain": "whole rows", "packed": "packed documents", "left": "left padding", "right": "right padding"}
 #: Titles of the tables of models that are not equal, and what they mean.
 _OTHERS = {
@@ -50,8 +53,9 @@ def page(result: dict[str, Any]) -> str:
         "",
         "<!-- Written by tests/families/table.py from tests/results; do not edit. -->",
         "",
-        f"[`ds-mla-ulysses check`](check.md) was run on {result['date']} over {len(models)} configs: every causal language",
-        "model type of transformers with the defaults of its config class, and some variants that defaults lack.",
+        f"[`ds-mla-ulysses check`](check.md) was run on {result['date']} over {len(models)} configs: every model type of",
+        "transformers that makes text of text, or of images and text (on text alone, through the whole model), with the defaults",
+        "of its config class, and some variants that defaults lack.",
         f"The result is {said}. The versions were {versions}, on Python {result['python']}.",
         "",
         f"Each was compared on {' and '.join(map(str, ranks))} processes with one, with {compared}.",
@@ -60,7 +64,7 @@ def page(result: dict[str, Any]) -> str:
         "## Equal",
         "",
         "The loss, the logits and the gradient of every parameter agree with one process, for these strategies. Models with",
-        "`float32` do not run in float64 and were compared within 5e-3, the others within 1e-10 or [the rounding of one process](check.md#what-is-compared).",
+        "`float32` do not run in float64 and were compared within 5e-3, the others within 1e-10.",
         "",
         "| model type | example checkpoint | layers of the small model | strategies |",
         "|---|---|---|---|",
@@ -69,7 +73,8 @@ def page(result: dict[str, Any]) -> str:
         if row["verdict"] == "equal":
             strategies = ", ".join(f"`{strategy}`" for strategy in row["strategies"])
             low = "" if row["dtype"] == "float64" else f" ({row['dtype']})"
-            lines.append(f"| {_named(name)} | {_checkpoint(row)} | {_layers(row['config'])} | {strategies}{low} |")
+            layers = "; ".join(filter(None, [_layers(row["config"]), _REMARKS.get(name)]))
+            lines.append(f"| {_named(name)} | {_checkpoint(row)} | {layers} | {strategies}{low} |")
     for verdict, (title, meaning) in _OTHERS.items():
         found: dict[str, list[str]] = defaultdict(list)
         for name, row in models.items():
@@ -78,6 +83,23 @@ def page(result: dict[str, Any]) -> str:
         if found:
             lines += ["", f"## {title}", "", meaning, "", "| why | model types |", "|---|---|"]
             lines += [f"| {why} | {', '.join(names)} |" for why, names in sorted(found.items())]
+    return "\n".join(lines) + "\n"
+
+
+def module_of_types(result: dict[str, Any]) -> str:
+    """The text of the module with the model types that came out equal, in some config, and wrong in none."""
+    verdicts: dict[str, set[str]] = defaultdict(set)
+    for name, row in result["models"].items():
+        verdicts[name.partition(", ")[0]].add(row["verdict"])
+    kinds = [kind for kind, found in sorted(verdicts.items()) if "equal" in found and found <= {"equal", "refused"}]
+    lines = [
+        '"""Written by tests/families/table.py from the newest result in tests/results; do not edit."""',
+        "",
+        "#: Model types of which `ds-mla-ulysses check` found a config equal to one process, and none that is wrong.",
+        "TESTED = (",
+        *(f'    "{kind}",' for kind in kinds),
+        ")",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -112,8 +134,9 @@ def _sentence(row: dict[str, Any]) -> str:
 
 def main() -> None:
     result = newest_result()
-    PAGE.write_text(page(json.loads(result.read_text())), encoding="utf-8")
-    print(f"{PAGE.relative_to(ROOT)}: from {result.name}")
+    for file, write in ((PAGE, page), (TESTED, module_of_types)):
+        file.write_text(write(json.loads(result.read_text())), encoding="utf-8")
+        print(f"{file.relative_to(ROOT)}: from {result.name}")
 
 
 if __name__ == "__main__":

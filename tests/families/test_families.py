@@ -7,7 +7,7 @@ import json
 import pytest
 from entries import VARIANTS, entries
 from sweep import check_entry
-from table import PAGE, newest_result, page
+from table import PAGE, TESTED, module_of_types, newest_result, page
 
 from ds_mla_ulysses.checking.run import Worker
 
@@ -31,6 +31,15 @@ FAST = (
     "deepseek_v32",
     "qwen3_next",
     "stablelm",
+    "gemma3",
+    "gemma4",
+    "qwen2_vl",
+    "llava",
+    "molmo2",
+    "smolvlm",
+    "paligemma, causal",
+    "lfm2_vl",
+    "blip-2",
 )
 #: Model types whose layers do not hand on their documents: right only if they are refused.
 NOT_EQUAL = ("stablelm", "nemotron", "doge")
@@ -54,10 +63,26 @@ def test_as_stored(worker, name):
         assert "packed" in stored["strategies"]
 
 
-def test_every_causal_model_type_has_a_verdict():
-    assert set(entries()) <= set(RESULT["models"])
+def test_every_model_type_has_a_verdict():
+    assert set(entries()) == set(RESULT["models"])
     assert set(VARIANTS) <= set(RESULT["models"])
 
 
 def test_the_page_is_that_of_the_newest_result():
     assert PAGE.read_text(encoding="utf-8") == page(RESULT)
+
+
+def test_the_list_of_tested_model_types_is_that_of_the_newest_result():
+    assert TESTED.read_text(encoding="utf-8") == module_of_types(RESULT)
+
+
+def test_every_model_type_is_equal_or_refused_with_a_sentence():
+    for name, row in RESULT["models"].items():
+        assert row["verdict"] in ("equal", "refused"), name
+        assert row["verdict"] == "equal" or len(row["reason"].split()) > 5, name
+
+
+def test_float64_results_are_within_the_tolerance():
+    for name, row in RESULT["models"].items():
+        if row["verdict"] == "equal" and row["dtype"] == "float64":
+            assert row["largest error"] <= 1e-10, name

@@ -24,6 +24,21 @@ def test_other_models(family):
     equals_one_process(2, Run(family))
 
 
+def gemma3(model):
+    """Gemma 3 with its wrapper for images, which makes the masks itself, instead of the given model."""
+    from test_wrappers import CONFIGS
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    settings = dict(CONFIGS["gemma3"], image_token_id=120, boi_token_id=121, eoi_token_id=122)
+    settings["text_config"] = settings["text_config"] | dict(vocab_size=128)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Gemma3Config(**settings), dtype=torch.float32)
+
+
+def test_a_wrapper_that_makes_masks():
+    equals_one_process(2, Run("llama", prepare=gemma3))
+
+
 def few_and_many():
     """Returns samples with 4 labels in one micro-batch and 63 in the other."""
     return samples(8, 64, 65, supervise=lambda i, n: range(n - 4, n) if i % 2 == 0 else range(1, n))
