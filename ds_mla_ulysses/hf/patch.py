@@ -9,6 +9,7 @@
 | its rotary embedding        | forward hooks, if its frequencies depend on the longest position                       |
 | the given model             | a forward pre-hook, which refuses arguments that would be wrong on a shard             |
 | it and the modules between  | forward hooks, which make `aux_loss` of the outputs that of the group                  |
+| its head                    | `_call_impl`, which returns logits that are not made yet, see `lazy_logits.py`          |
 
 One entry with a name of our own is added to transformers' attention functions and stays there; only patched modules
 name it. A forward is sequence-parallel if it is given a layout (`layout.shard.LAYOUT`). Its `Documents` are then handed
@@ -47,6 +48,7 @@ from .inputs import (
     tokens_of,
 )
 from .latent_forward import DOCUMENTS
+from .lazy_logits import DeferredHead
 from .local_attention import LayerKernel, as_autocast
 from .moba import MoBAKernel
 from .strategies import LayerStrategy, strategy_of
@@ -123,6 +125,7 @@ class ModelPatch(NotCopied):
     Attributes:
         plain_depth: how many `Handle.plain` blocks are open.
         aux_loss: what makes the auxiliary losses of routers.
+        head: what defers the model's head; None if it makes its logits whole.
     """
 
     def __init__(
@@ -133,9 +136,11 @@ class ModelPatch(NotCopied):
         kernels: Sequence[LayerKernel],
         strategy: str,
         head_chunks: int,
+        loss_tile: int | str | None = None,
     ) -> None:
         self.model, self.group, self.strategy, self.head_chunks = model, group, strategy, head_chunks
         self.plain_depth = 0
+        self.head = DeferredHead.of(model, loss_tile)
         self._text_model, self._layers, self._kernels = found.text_model, found.layers, kernels
         self._implementation = _config_of(found.text_model)._attn_implementation
         self._moba_kernels = [kernel for kernel in kernels if isinstance(kernel, MoBAKernel)]
@@ -180,6 +185,8 @@ class ModelPatch(NotCopied):
             if _depends_on_longest(rotary):
                 add(rotary.register_forward_pre_hook(_add_longest_position, with_kwargs=True).remove)
                 add(rotary.register_forward_hook(_cut_longest_position).remove)
+        if self.head is not None:
+            self._replace(self.head.module, "_call_impl", self.head)
         for name, value in attributes.items():
             self._replace(text_model, name, value)
 
@@ -209,7 +216,10 @@ class ModelPatch(NotCopied):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Finds arguments of the whole model that would be wrong on a shard, for the text model's hook to report."""
-        if kwargs.get(LAYOUT) is None:
+        is_sharded = kwargs.get(LAYOUT) is not None
+        if self.head is not None and not torch.compiler.is_compiling():
+            self.head.begin(defers=is_sharded)
+        if not is_sharded:
             return None
         given = by_name(self._model_signature, args, kwargs)
         refused = refused_of_model(given)
@@ -281,6 +291,8 @@ class ModelPatch(NotCopied):
 
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self.aux_loss.end()
+        if self.head is not None and not torch.compiler.is_compiling():
+            self.head.end()
 
     def _refuse_training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises RuntimeError if a forward without a layout would train on this rank's tokens alone.

@@ -34,6 +34,7 @@ from typing import Any
 from ..errors import UlyssesRuntimeError
 from ..hf.checks import Checks
 from ..hf.strategies import check_strategy
+from ..layout.tiled_loss import check_loss_tile
 from ..planner.auto import Auto
 from ..process_state import PROCESS
 from ..requirements import check, highest_tested, installed, lowest
@@ -53,6 +54,7 @@ def install(
     strategy: str | Auto = "packed",
     split: str = "contiguous",
     head_chunks: int = 1,
+    loss_tile: int | str | None = "auto",
     checks: str = "always",
 ) -> None:
     """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
@@ -65,18 +67,24 @@ def install(
     Args:
         sp_in_eval: whether the ranks share sequences in evaluation and prediction of a Trainer too. By default each rank
             evaluates different samples with the plain model, as without sequence parallelism.
-        strategy, split, head_chunks, checks: arguments of `parallelize`, for every model.
+        strategy, split, head_chunks, loss_tile, checks: arguments of `parallelize`, for every model.
 
     Raises:
-        TypeError: head_chunks is not an int.
-        ValueError: the strategy, the policy of checks or head_chunks is not valid, or the strategy does not support the
+        TypeError: head_chunks is not an int, or loss_tile is neither an int nor "auto" nor None.
+        ValueError: the strategy, the policy of checks, loss_tile or head_chunks is not valid, or the strategy does not support the
             split.
         RuntimeError: the installed versions lack a symbol of the table, or other settings are installed already.
 
     Warns:
         UserWarning: the version of a package is outside the tested range; one warning for each package.
     """
-    of_models = {"strategy": strategy, "split": split, "head_chunks": head_chunks, "checks": checks}
+    of_models = {
+        "strategy": strategy,
+        "split": split,
+        "head_chunks": head_chunks,
+        "loss_tile": loss_tile,
+        "checks": checks,
+    }
     settings = {"sp_in_eval": sp_in_eval, **of_models}
     if PROCESS.installation is not None:
         if PROCESS.installation.settings != settings:
@@ -84,6 +92,7 @@ def install(
             raise UlyssesRuntimeError(f"installed already, with {found}: call ds_mla_ulysses.uninstall() first.")
         return
     check_strategy(strategy, split, head_chunks)
+    check_loss_tile(loss_tile)
     Checks(checks)
     for package in _REPLACES_IN:
         if check(package) != "ok":

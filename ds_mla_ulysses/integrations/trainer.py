@@ -22,7 +22,7 @@ from ..errors import UlyssesRuntimeError, UlyssesValueError
 from ..hf.families import names_of
 from ..hf.handle import Handle, handle_of
 from ..layout.batch import exchange_batches
-from ..layout.loss import count_items, sequence_loss, sum_of_losses, with_value
+from ..layout.loss import count_items, sum_of_losses, with_value
 from ..layout.shard import LAYOUT, SHIFT_LABELS
 from ..layout.split import in_order
 
@@ -96,15 +96,7 @@ def _sharded_loss(
     else:
         _check_loss(handle)
         outputs = model(**inputs)
-        loss = sequence_loss(
-            outputs["logits"],
-            shift_labels,
-            handle.group,
-            num_items,
-            handle.group.size,
-            epsilon,
-            check=handle.checks.due("labels"),
-        )
+        loss = handle.loss_of_labels(outputs["logits"], shift_labels, num_items, handle.group.size, epsilon)
     sums_groups = num_items is not None and trainer.args.average_tokens_across_devices
     if sums_groups:
         loss = loss * handle.data_size  # of the mean over data-parallel groups, the sum
