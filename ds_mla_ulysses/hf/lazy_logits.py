@@ -71,6 +71,8 @@ _OF_SCALAR = {
     ),
     *(getattr(Tensor, name) for name in "get_device __hash__ is_inference".split()),
 }
+#: Functions that need a graph of their arguments, with gradients enabled or not.
+_OF_GRAPHS = {torch.autograd.backward, torch.autograd.grad, Tensor.backward}
 #: Packages whose hooks on outputs only look for the start of backward, or multiply.
 _HOOKS_OF = ("deepspeed", "torch", "accelerate")
 
@@ -286,7 +288,9 @@ class LazyLogits(Tensor):
                     return LazyLogits._of(first._scalar(), first._call, operations)
                 first._operations, first._real = operations, {}
                 return first
-        return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+        with torch.set_grad_enabled(torch.is_grad_enabled() or func in _OF_GRAPHS):
+            args, kwargs = tree_map(_real, (args, kwargs))
+        return func(*args, **kwargs)
 
     def _is_by_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         kinds = (int, float, bool, torch.dtype, torch.memory_format)

@@ -21,7 +21,7 @@ from ..comm.collectives import accumulation_dtype
 from ..errors import UlyssesTypeError, UlyssesValueError
 from .batch import IGNORED_LABEL
 
-#: With loss_tile="auto", a tile has as many tokens as give this many logits. A logit takes 8 bytes at the peak.
+#: With loss_tile="auto", a tile has as many tokens as give this many logits. A bf16 logit takes 10 bytes at the peak.
 _AUTO_LOGITS = 2**28
 #: How many elements `scaled` works on at a time.
 _SCALED_AT_ONCE = 2**24
@@ -159,30 +159,31 @@ def _cross_entropy(
     logits_nV: Tensor, labels_n: Tensor, label_smoothing: float, weights_n: Tensor | None, *, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The weighted sum of the cross entropies in fp32 or wider, and its gradient in the logits' dtype."""
-    wide = accumulation_dtype(logits_nV.dtype)
-    # log(sum(exp(z))) - (1 - s) z[label] - s mean(z), with the gradient softmax(z) - (1 - s) onehot - s / V.
-    z_nV = logits_nV.to(wide, copy=True)
+    wide, vocabulary = accumulation_dtype(logits_nV.dtype), logits_nV.shape[1]
+    log_probs_nV = torch.log_softmax(logits_nV, 1, dtype=wide)
+    nll_loss = torch.nn.functional.nll_loss
     is_ignored_n = labels_n == IGNORED_LABEL
-    label_n1 = labels_n.masked_fill(is_ignored_n, 0).unsqueeze(1)
-    wanted_n1 = (1 - label_smoothing) * z_nV.gather(1, label_n1)
-    if label_smoothing:
-        wanted_n1 += label_smoothing * z_nV.mean(1, keepdim=True)
-    highest_n1 = z_nV.amax(1, keepdim=True)
-    sums_n1 = z_nV.sub_(highest_n1).exp_().sum(1, keepdim=True)
-    losses_n = (sums_n1.log() + highest_n1 - wanted_n1).squeeze(1)
+    smoothing = label_smoothing / vocabulary
     if weights_n is None:
-        weights_n = torch.ones_like(losses_n)
-    weights_n = weights_n.to(wide).masked_fill(is_ignored_n, 0)
-    loss = (losses_n.masked_fill(is_ignored_n, 0) * weights_n).sum()
+        loss = (1 - label_smoothing) * nll_loss(log_probs_nV, labels_n, ignore_index=IGNORED_LABEL, reduction="sum")
+        weights_n = log_probs_nV.new_ones(len(labels_n))
+    else:
+        losses_n = nll_loss(log_probs_nV, labels_n, ignore_index=IGNORED_LABEL, reduction="none")
+        weights_n = weights_n.to(wide)
+        loss = (1 - label_smoothing) * (losses_n * weights_n).sum()
+    if smoothing:
+        loss = loss - smoothing * (log_probs_nV.sum(1) * weights_n).masked_fill(is_ignored_n, 0).sum()
     if not gradient:
         return loss, None
-    weights_n1 = weights_n.unsqueeze(1)
-    z_nV.mul_(weights_n1 / sums_n1)
-    z_nV.scatter_add_(1, label_n1, (label_smoothing - 1) * weights_n1)
-    if label_smoothing:
-        z_nV.sub_(label_smoothing / z_nV.shape[1] * weights_n1)
-    z_nV.masked_fill_(is_ignored_n.unsqueeze(1), 0)  # also where the logits are not finite
-    return loss, z_nV.to(logits_nV.dtype)
+    # softmax(z) - (1 - s) onehot - s / V, in the memory of the logarithms, and 0 where labels are ignored.
+    grad_nV = log_probs_nV.exp_()
+    label_n1 = labels_n.masked_fill(is_ignored_n, 0).unsqueeze(1)
+    grad_nV.scatter_add_(1, label_n1, grad_nV.new_full(label_n1.shape, label_smoothing - 1))
+    if smoothing:
+        grad_nV.sub_(smoothing)
+    grad_nV.mul_(weights_n.unsqueeze(1))
+    grad_nV.masked_fill_(is_ignored_n.unsqueeze(1), 0)  # also where the logits are not finite
+    return loss, grad_nV.to(logits_nV.dtype)
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
