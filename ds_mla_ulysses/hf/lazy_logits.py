@@ -11,7 +11,7 @@ numbers that the model applies afterwards (scales, soft caps, conversions):
 | `detach`, `clone`, hooks of DeepSpeed         | returns LazyLogits with another place in the graph                    |
 | everything else                              | makes the whole logits, once; at ZeRO-3 a collective of all ranks      |
 
-The graph. LazyLogits are a scalar for autograd. The node behind it (`_Head`) holds the hidden states' and the head's
+The graph. LazyLogits are a scalar without values for autograd. The node behind it (`_Head`) holds the hidden states' and the head's
 edges. A loss, or real logits, is a use of them. In backward, each use leaves its gradients at the head and sends 1 to
 the scalar, so hooks on outputs (which begin DeepSpeed's backward, and may multiply) run before any gradient is
 summed. `_Head` receives the number of uses times the factor of these hooks, and gives out the gradients.
@@ -96,6 +96,15 @@ class _Call:
     autocast: dict[str, Any]
     left: list[tuple[Tensor, Callable[[Tensor], list[Tensor | None]]]] = field(default_factory=list)
 
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype in which gradients are scaled."""
+        return accumulation_dtype(self.hidden.dtype)
+
+    def one(self) -> Tensor:
+        """The gradient that a use sends."""
+        return torch.ones((), dtype=self.wide, device=self.hidden.device)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's logits of any hidden states. The weights have to be whole."""
         with torch.autocast(**self.autocast), _without_hooks(self.head.module):
@@ -104,12 +113,12 @@ class _Call:
 
 
 class _Head(torch.autograd.Function):
-    """The head's place in the graph. Forward: a scalar 0. Backward: the gradients that the uses have left."""
+    """The head's place in the graph. Forward: LazyLogits. Backward: the gradients that the uses have left."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, hidden: Tensor, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _Call, operations: _Operations, hidden: Tensor, *trained: Tensor) -> LazyLogits:
         ctx.call = call
-        return torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
+        return LazyLogits._of(call, operations)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -124,7 +133,19 @@ class _Head(torch.autograd.Function):
                     before = total[i]
                     total[i] = gradient if before is None else before + gradient
         gather_until_accumulated(call.trained)
-        return (None, *total)
+        return (None, None, *total)
+
+
+class _Recorded(torch.autograd.Function):
+    """Forward: the same logits after other operations. Backward: sends on how they are used."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits, operations: _Operations) -> LazyLogits:
+        return LazyLogits._of(lazy._call, operations)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _Loss(torch.autograd.Function):
@@ -134,8 +155,8 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scalar: Tensor, call: _Call, value: Tensor, *gradients: Tensor | None) -> Tensor:
-        ctx.call, ctx.like = call, torch.empty_like(scalar)
+    def forward(ctx: Any, lazy: LazyLogits, value: Tensor, *gradients: Tensor | None) -> Tensor:
+        ctx.call = lazy._call
         ctx.save_for_backward(*gradients)
         return value.clone()
 
@@ -152,7 +173,7 @@ class _Loss(torch.autograd.Function):
             ]
 
         call.left.append((grad, times))
-        return (torch.ones_like(ctx.like), None, None, *([None] * len(gradients)))
+        return (call.one(), None, *([None] * len(gradients)))
 
 
 class _Real(torch.autograd.Function):
@@ -163,13 +184,13 @@ class _Real(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scalar: Tensor, call: _Call, graph: tuple[Tensor, Tensor]) -> Tensor:
-        ctx.call, ctx.like, ctx.graph = call, torch.empty_like(scalar), graph
+    def forward(ctx: Any, lazy: LazyLogits, graph: tuple[Tensor, Tensor]) -> Tensor:
+        ctx.call, ctx.graph = lazy._call, graph
         return graph[1].detach()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         call: _Call = ctx.call
         leaf, logits = ctx.graph
 
@@ -180,8 +201,8 @@ class _Real(torch.autograd.Function):
             )
             return list(grads) if call.takes_gradient else [None, *grads]
 
-        call.left.append((torch.ones_like(ctx.like), through_head))
-        return torch.ones_like(ctx.like), None, None
+        call.left.append((call.one(), through_head))
+        return call.one(), None
 
 
 @dataclass(frozen=True)
@@ -210,17 +231,11 @@ class LazyLogits(Tensor):
     _real: dict[bool, Tensor]
 
     @classmethod
-    def _of(cls, scalar: Tensor, call: _Call, operations: _Operations) -> LazyLogits:
-        with torch._C.DisableTorchFunctionSubclass():
-            lazy: LazyLogits = scalar.as_subclass(cls)
+    def _of(cls, call: _Call, operations: _Operations) -> LazyLogits:
+        """Logits that are not part of a graph; the autograd functions above put those that they return into theirs."""
+        lazy: LazyLogits = Tensor._make_wrapper_subclass(cls, (), dtype=call.wide, device=call.hidden.device)
         lazy._call, lazy._operations, lazy._real = call, operations, {}
         return lazy
-
-    def _with(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> LazyLogits:
-        """The same logits with another place in the graph: a function of the scalar."""
-        with torch._C.DisableTorchFunctionSubclass():
-            scalar = function(self, *args, **kwargs)
-        return LazyLogits._of(scalar, self._call, self._operations)
 
     def _shape(self) -> torch.Size:
         return torch.Size((*self._call.hidden.shape[:-1], self._operations.outcome.shape[-1]))
@@ -241,12 +256,11 @@ class LazyLogits(Tensor):
             leaf = call.hidden.detach().requires_grad_(records and call.takes_gradient)
             with gathered(call.parameters), torch.set_grad_enabled(records):
                 logits = self._operations(call.logits(leaf))
-            self._real[records] = _Real.apply(self._scalar(), call, (leaf, logits)) if records else logits
+            self._real[records] = _Real.apply(self, (leaf, logits)) if records else logits
         return self._real[records]
 
-    def _scalar(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+    def _detached(self) -> LazyLogits:
+        return LazyLogits._of(self._call, self._operations)
 
     def _sum_of_cross_entropies(self, labels_N: Tensor, label_smoothing: float, weights_N: Tensor | None) -> Tensor:
         """`sum_of_cross_entropies` in tiles. With a head that ZeRO-3 shards it is a collective of all ranks."""
@@ -265,7 +279,7 @@ class LazyLogits(Tensor):
             )
         if not records:
             return sums.value
-        loss: Tensor = _Loss.apply(self._scalar(), call, sums.value, sums.hidden, *sums.parameters)
+        loss: Tensor = _Loss.apply(self, sums.value, sums.hidden, *sums.parameters)
         return loss
 
     @classmethod
@@ -285,12 +299,19 @@ class LazyLogits(Tensor):
             if (func in _ELEMENTWISE or func in _IN_PLACE) and first._is_by_numbers(args[1:], kwargs):
                 operations = first._operations.then(func, args[1:], kwargs)
                 if func not in _IN_PLACE:
-                    return LazyLogits._of(first._scalar(), first._call, operations)
+                    return _Recorded.apply(first, operations)
                 first._operations, first._real = operations, {}
                 return first
         with torch.set_grad_enabled(torch.is_grad_enabled() or func in _OF_GRAPHS):
             args, kwargs = tree_map(_real, (args, kwargs))
         return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UlyssesRuntimeError(
+            f"{func} was given logits that are not made yet, past torch's function overrides: call it with "
+            "logits.materialise(), or parallelize (or install) with loss_tile=None."
+        )
 
     def _is_by_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         kinds = (int, float, bool, torch.dtype, torch.memory_format)
@@ -312,7 +333,7 @@ class LazyLogits(Tensor):
         is_whole = leading == [Ellipsis] or all(isinstance(i, slice) and i == slice(None) for i in leading)
         if is_of_last and is_whole and isinstance(last, slice):
             operations = self._operations.then(Tensor.__getitem__, (index,), {})
-            return LazyLogits._of(self._scalar(), self._call, operations)
+            return _Recorded.apply(self, operations)
         return self.materialise()[index]
 
     def _hook(self, hook: Callable[..., Any]) -> Any:
@@ -346,9 +367,9 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.is_floating_point: lambda lazy: True,
     torch.is_floating_point: lambda lazy: True,
     Tensor.is_complex: lambda lazy: False,
-    Tensor.detach: lambda lazy: lazy._with(Tensor.detach),
-    torch.detach: lambda lazy: lazy._with(Tensor.detach),
-    Tensor.data.__get__: lambda lazy: lazy._with(Tensor.detach),  # type: ignore[attr-defined]
+    Tensor.detach: LazyLogits._detached,
+    torch.detach: LazyLogits._detached,
+    Tensor.data.__get__: LazyLogits._detached,  # type: ignore[attr-defined]
     Tensor.__getitem__: LazyLogits._item,
     Tensor.register_hook: LazyLogits._hook,
     Tensor.retain_grad: LazyLogits._retain_grad,
@@ -435,12 +456,12 @@ class DeferredHead(NotCopied):
         )
         trained = [p for p in parameters if p.requires_grad]
         call = _Call(self, hidden.detach(), hidden.requires_grad, parameters, trained, autocast)
-        with whole_shapes(trained):
-            scalar = _Head.apply(call, hidden, *trained)
         dtype = autocast["dtype"] if is_on and hidden.dtype != torch.float64 else hidden.dtype
         vocabulary: Any = self.module.out_features
         outcome = torch.empty((*(1,) * (hidden.ndim - 2), 0, vocabulary), dtype=dtype, device=hidden.device)
-        return LazyLogits._of(scalar, call, _Operations(outcome))
+        with whole_shapes(trained):
+            lazy: LazyLogits = _Head.apply(call, _Operations(outcome), hidden, *trained)
+        return lazy
 
 
 def _is_linear(head: nn.Module) -> bool:
