@@ -168,9 +168,7 @@ class _Loss(torch.autograd.Function):
         dtypes = [x.dtype for x in (call.hidden, *call.trained)]
 
         def times(factor: Tensor) -> list[Tensor | None]:
-            return [
-                None if x is None else scaled(x, factor, dtype) for x, dtype in zip(gradients, dtypes, strict=True)
-            ]
+            return [None if x is None else scaled(x, factor, dtype) for x, dtype in zip(gradients, dtypes, strict=True)]
 
         call.left.append((grad, times))
         return (call.one(), None, *([None] * len(gradients)))
@@ -451,9 +449,7 @@ class DeferredHead(NotCopied):
     def _defer(self, hidden: Tensor) -> LazyLogits:
         device, parameters = hidden.device.type, list(self.module.parameters())
         is_on = torch.is_autocast_enabled(device)
-        autocast = dict(
-            device_type=device, dtype=torch.get_autocast_dtype(device), enabled=is_on, cache_enabled=False
-        )
+        autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=is_on, cache_enabled=False)
         trained = [p for p in parameters if p.requires_grad]
         call = _Call(self, hidden.detach(), hidden.requires_grad, parameters, trained, autocast)
         dtype = autocast["dtype"] if is_on and hidden.dtype != torch.float64 else hidden.dtype

@@ -116,8 +116,7 @@ def tiled_sum_of_cross_entropies(
     """
     tokens_ND = hidden.detach().flatten(0, -2)
     leading = (1,) * (hidden.ndim - 2)
-    wide = accumulation_dtype(hidden.dtype)
-    value = torch.zeros((), dtype=wide, device=hidden.device)
+    value: Tensor | None = None
     grad_ND = torch.empty_like(tokens_ND) if hidden_gradient else None
     sums: list[Tensor | None] = [None] * len(parameters)
     has_gradient = hidden_gradient or bool(parameters)
@@ -133,7 +132,7 @@ def tiled_sum_of_cross_entropies(
             None if weights_N is None else weights_N[here],
             gradient=has_gradient,
         )
-        value += loss
+        value = loss if value is None else value + loss
         if not has_gradient or not logits.requires_grad:
             continue
         assert grad_nV is not None
@@ -145,6 +144,8 @@ def tiled_sum_of_cross_entropies(
         for i in range(len(sums)):
             sums[i] = _added(sums[i], grads[i])
             grads[i] = None  # so that one gradient of a tile exists at a time
+    if value is None:  # no tokens
+        value = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
     return TiledSum(value, None if grad_ND is None else grad_ND.view_as(hidden), sums)
 
 
