@@ -60,16 +60,15 @@ _ELEMENTWISE = {
 #: The same, which change the logits themselves.
 _IN_PLACE = {
     getattr(Tensor, name)
-    for name in "mul_ div_ tanh_ neg_ add_ sub_ clamp_ __imul__ __itruediv__ __idiv__ __iadd__ __isub__".split()
+    for name in ["mul_", "div_", "tanh_", "neg_", "add_", "sub_", "clamp_", "__imul__", "__itruediv__", "__idiv__", "__iadd__", "__isub__"]
 }
 #: What autograd and the device say of the scalar holds for the logits.
 _OF_SCALAR = {
     *(
         vars(torch._C.TensorBase)[name].__get__
-        for name in "requires_grad grad_fn is_leaf device layout is_cuda is_cpu is_meta is_sparse is_quantized "
-        "is_mkldnn is_xla is_nested _backward_hooks output_nr".split()
+        for name in ["requires_grad", "grad_fn", "is_leaf", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_xla", "is_nested", "_backward_hooks", "output_nr"]
     ),
-    *(getattr(Tensor, name) for name in "get_device __hash__ is_inference".split()),
+    *(getattr(Tensor, name) for name in ["get_device", "__hash__", "is_inference"]),
 }
 #: Functions that need a graph of their arguments, with gradients enabled or not.
 _OF_GRAPHS = {torch.autograd.backward, torch.autograd.grad, Tensor.backward}
