@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_map
 from ..comm.collectives import accumulation_dtype
 from ..errors import UlyssesRuntimeError
 from ..layout.tiled_loss import (
+    entropies_and_hits,
     scaled,
     sum_of_cross_entropies,
     tiled_sum_of_cross_entropies,
@@ -60,13 +61,42 @@ _ELEMENTWISE = {
 #: The same, which change the logits themselves.
 _IN_PLACE = {
     getattr(Tensor, name)
-    for name in ["mul_", "div_", "tanh_", "neg_", "add_", "sub_", "clamp_", "__imul__", "__itruediv__", "__idiv__", "__iadd__", "__isub__"]
+    for name in [
+        "mul_",
+        "div_",
+        "tanh_",
+        "neg_",
+        "add_",
+        "sub_",
+        "clamp_",
+        "__imul__",
+        "__itruediv__",
+        "__idiv__",
+        "__iadd__",
+        "__isub__",
+    ]
 }
 #: What autograd and the device say of the scalar holds for the logits.
 _OF_SCALAR = {
     *(
         vars(torch._C.TensorBase)[name].__get__
-        for name in ["requires_grad", "grad_fn", "is_leaf", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_xla", "is_nested", "_backward_hooks", "output_nr"]
+        for name in [
+            "requires_grad",
+            "grad_fn",
+            "is_leaf",
+            "device",
+            "layout",
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_sparse",
+            "is_quantized",
+            "is_mkldnn",
+            "is_xla",
+            "is_nested",
+            "_backward_hooks",
+            "output_nr",
+        ]
     ),
     *(getattr(Tensor, name) for name in ["get_device", "__hash__", "is_inference"]),
 }
@@ -279,6 +309,15 @@ class LazyLogits(Tensor):
         loss: Tensor = _Loss.apply(self, sums.value, sums.hidden, *sums.parameters)
         return loss
 
+    def _entropies_and_hits(self, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        """`entropies_and_hits` in tiles. With a head that ZeRO-3 shards it is a collective of all ranks."""
+        call, tile = self._call, tokens_of_tile(self._call.head.loss_tile, self.shape[-1])
+        tiles = zip(call.hidden.flatten(0, -2).split(tile), labels_N.split(tile), strict=True)
+        with gathered(call.parameters), torch.no_grad():
+            parts = [entropies_and_hits(self._operations(call.logits(x.unsqueeze(0))), y) for x, y in tiles]
+        entropies, hits = zip(*parts, strict=True)
+        return torch.cat(entropies), torch.cat(hits)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -288,6 +327,8 @@ class LazyLogits(Tensor):
         if isinstance(first, LazyLogits):
             if func is sum_of_cross_entropies:
                 return first._sum_of_cross_entropies(*args[1:], **kwargs)
+            if func is entropies_and_hits:
+                return first._entropies_and_hits(*args[1:], **kwargs)
             if func in _OF_SCALAR:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)

@@ -13,6 +13,7 @@ These symbols are replaced for the whole process, until `uninstall`:
 | accelerate: `Accelerator.deepspeed_ulysses_dl_adapter`           | is `ShardedDataLoader` with the model's group       |
 | accelerate: `skip_first_batches`                                 | skips in a `ShardedDataLoader`                      |
 | transformers: `trainer.skip_first_batches`                       | skips in a `ShardedDataLoader`                      |
+| transformers: `Trainer.__init__`                                 | permits label smoothing in TRL's SFTTrainer         |
 | transformers: `Trainer.compute_loss`                             | computes the loss of the group's whole sequences    |
 | transformers: `Trainer._get_num_items_in_batch`                  | counts supervised tokens of the step over all ranks |
 | transformers: `Trainer.prediction_step` (with `sp_in_eval`)      | evaluates with shared sequences                     |
@@ -40,7 +41,7 @@ from ..process_state import PROCESS
 from ..requirements import check, highest_tested, installed, lowest
 from .accelerate import RegisteredModels, adapt_dataloader, wrap_dl_adapter, wrap_initialize, wrap_skip
 from .deepspeed import init_deepspeed_on_cpu
-from .trainer import wrap_compute_loss, wrap_num_items, wrap_prediction_step
+from .trainer import wrap_compute_loss, wrap_init, wrap_num_items, wrap_prediction_step
 
 #: The packages in which `install` replaces symbols.
 _REPLACES_IN = ("deepspeed", "accelerate", "transformers")
@@ -145,6 +146,7 @@ def symbols_of(models: RegisteredModels, *, sp_in_eval: bool) -> list[Symbol]:
         Symbol("accelerate.accelerator", "Accelerator.deepspeed_ulysses_dl_adapter", wrap_dl_adapter),
         Symbol("accelerate.accelerator", "skip_first_batches", wrap_skip),
         Symbol("transformers.trainer", "skip_first_batches", wrap_skip),
+        Symbol("transformers.trainer", "Trainer.__init__", wrap_init),
         Symbol("transformers.trainer", "Trainer.compute_loss", wrap_compute_loss),
         Symbol("transformers.trainer", "Trainer._get_num_items_in_batch", wrap_num_items),
     ]

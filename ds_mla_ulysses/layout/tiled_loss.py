@@ -76,6 +76,26 @@ def sum_of_cross_entropies(
     return losses if weights_N is None else (losses * weights_N.to(losses.dtype)).sum()
 
 
+def entropies_and_hits(logits: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each token's entropy in fp32 or wider, and whether its label is the most likely token; without gradients.
+
+    Tokens with the label -100 have entropy 0 and no hit. Classes of tensors may override it, as above.
+
+    Args:
+        logits: [..., V], N tokens.
+        labels_N: int64.
+    """
+    if has_torch_function_unary(logits):
+        result: tuple[Tensor, Tensor] = handle_torch_function(entropies_and_hits, (logits,), logits, labels_N)
+        return result
+    with torch.no_grad():
+        logits_NV = logits.detach().flatten(0, -2)
+        log_probs_NV = torch.log_softmax(logits_NV, 1, dtype=accumulation_dtype(logits.dtype))
+        entropies_N = torch.special.entr(log_probs_NV.exp_()).sum(1)
+        is_ignored_N = labels_N == IGNORED_LABEL
+        return entropies_N.masked_fill(is_ignored_N, 0), (logits_NV.argmax(1) == labels_N) & ~is_ignored_N
+
+
 @dataclass
 class TiledSum:
     """A sum of cross entropies and its gradients, which are None where none was asked for.
