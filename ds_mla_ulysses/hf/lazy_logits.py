@@ -22,7 +22,7 @@ Letters: B batch · T local tokens · n tokens of a tile · D hidden width · V 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -120,8 +120,8 @@ class _Call:
     head: DeferredHead
     hidden: Tensor
     takes_gradient: bool
-    parameters: list[Tensor]
-    trained: list[Tensor]
+    parameters: Sequence[Tensor]
+    trained: Sequence[Tensor]
     autocast: dict[str, Any]
     left: list[tuple[Tensor, Callable[[Tensor], list[Tensor | None]]]] = field(default_factory=list)
 
@@ -150,7 +150,7 @@ class _Head(torch.autograd.Function):
         return LazyLogits._of(call, operations)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         left, call.left = call.left, []
@@ -190,7 +190,7 @@ class _Loss(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         gradients = ctx.saved_tensors
@@ -216,13 +216,13 @@ class _Real(torch.autograd.Function):
         return graph[1].detach()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         call: _Call = ctx.call
         leaf, logits = ctx.graph
 
         def through_head(factor: Tensor) -> list[Tensor | None]:
-            inputs = [leaf, *call.trained] if call.takes_gradient else call.trained
+            inputs = [leaf, *call.trained] if call.takes_gradient else list(call.trained)
             grads = torch.autograd.grad(
                 logits, inputs, scaled(grad, factor, grad.dtype), retain_graph=True, allow_unused=True
             )
@@ -345,7 +345,9 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise UlyssesRuntimeError(
             f"{func} was given logits that are not made yet, past torch's function overrides: call it with "
             "logits.materialise(), or parallelize (or install) with loss_tile=None."
@@ -431,7 +433,7 @@ class DeferredHead(NotCopied):
     """Takes the place of the call of a model's head. Everything else of the head stays: class, keys, weights, hooks.
 
     It calls the head as it is unless a sequence-parallel forward of the whole model records gradients. So it does for
-    heads with hooks of the user, which have to see logits, for heads that FSDP shards, and in compiled code.
+    heads with hooks of the user, which have to see logits, and in compiled code.
 
     Args:
         module: the head.
@@ -475,7 +477,7 @@ class DeferredHead(NotCopied):
     def _is_deferrable(self, hidden: Any) -> bool:
         if not isinstance(hidden, Tensor) or isinstance(hidden, LazyLogits) or hidden.ndim < 2:
             return False
-        if not torch.is_grad_enabled() or getattr(self.module, "_is_fsdp_managed_module", False):
+        if not torch.is_grad_enabled():
             return False
         modules = list(self.module.modules())
         hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
@@ -483,13 +485,14 @@ class DeferredHead(NotCopied):
             _is_linear(self.module)
             and not any(m._backward_hooks or m._backward_pre_hooks for m in modules)
             and all(_module_of(hook).startswith("deepspeed") for hook in hooks)
-            and not any(hasattr(p, "device_mesh") for p in self.module.parameters())
         )
 
     def _defer(self, hidden: Tensor) -> LazyLogits:
         device, parameters = hidden.device.type, list(self.module.parameters())
         is_on = torch.is_autocast_enabled(device)
-        autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=is_on, cache_enabled=False)
+        autocast: dict[str, Any] = dict(
+            device_type=device, dtype=torch.get_autocast_dtype(device), enabled=is_on, cache_enabled=False
+        )
         trained = [p for p in parameters if p.requires_grad]
         call = _Call(self, hidden.detach(), hidden.requires_grad, parameters, trained, autocast)
         dtype = autocast["dtype"] if is_on and hidden.dtype != torch.float64 else hidden.dtype

@@ -93,9 +93,9 @@ def misfit(logits: Any, labels: Any, num_items: Any, weights: Any = None) -> Exc
             "[B, T, vocabulary] and [B, T]: take both from the same shard of shard_batch."
         )
     if weights is not None and not (isinstance(weights, Tensor) and weights.shape == labels.shape):
-        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         return UlyssesValueError(
-            f"token_weights must be a tensor {tuple(labels.shape)} like shift_labels, got {found}: one weight for each "
+            f"token_weights must be a tensor {tuple(labels.shape)} like shift_labels, got {shape}: one weight for each "
             "local token."
         )
     is_number = num_items.numel() == 1 if isinstance(num_items, Tensor) else isinstance(num_items, Real)

@@ -157,10 +157,13 @@ def tiled_sum_of_cross_entropies(
             continue
         assert grad_nV is not None
         wanted = [tile_nD, *parameters] if hidden_gradient else list(parameters)
-        grads = list(torch.autograd.grad(logits, wanted, grad_nV.view_as(logits), allow_unused=True))
+        grads: list[Tensor | None] = list(
+            torch.autograd.grad(logits, wanted, grad_nV.view_as(logits), allow_unused=True)
+        )
         del logits, grad_nV
         if grad_ND is not None:
-            grad_ND[here] = grads.pop(0)
+            grad_ND[here] = torch.zeros((), dtype=grad_ND.dtype) if grads[0] is None else grads[0]
+            grads.pop(0)
         for i in range(len(sums)):
             sums[i] = _added(sums[i], grads[i])
             grads[i] = None  # so that one gradient of a tile exists at a time
