@@ -9,6 +9,7 @@ numbers that the model applies afterwards (scales, soft caps, conversions):
 | `sum_of_cross_entropies`, in `handle.loss`   | makes head, operations and loss tile by tile, with the gradients       |
 | an operation by numbers, `float`, `to(dtype)` | is recorded                                                           |
 | `detach`, `clone`, hooks of DeepSpeed         | returns LazyLogits with another place in the graph                    |
+| shape, dtype, device, `requires_grad`        | answers for the logits                                                |
 | everything else                              | makes the whole logits, once; at ZeRO-3 a collective of all ranks      |
 
 The graph. LazyLogits are a scalar without values for autograd. The node behind it (`_Head`) holds the hidden states' and the head's
@@ -377,7 +378,7 @@ class LazyLogits(Tensor):
         return self.materialise()[index]
 
     def _hook(self, hook: Callable[..., Any]) -> Any:
-        if not _module_of(hook).startswith(_HOOKS_OF):
+        if _package_of(hook) not in _HOOKS_OF:
             raise UlyssesRuntimeError(
                 "a hook on the logits needs their gradient, which is never made whole: parallelize (or install) with "
                 "loss_tile=None."
@@ -421,8 +422,9 @@ def _real(x: Any) -> Any:
     return x.materialise() if isinstance(x, LazyLogits) else x
 
 
-def _module_of(function: Any) -> str:
-    return str(getattr(function, "__module__", None) or type(function).__module__)
+def _package_of(function: Any) -> str:
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return str(module).partition(".")[0]
 
 
 #: Whether the forwards of models that run in this thread, the innermost last, defer their heads.
@@ -475,16 +477,14 @@ class DeferredHead(NotCopied):
         return self._defer(hidden)
 
     def _is_deferrable(self, hidden: Any) -> bool:
-        if not isinstance(hidden, Tensor) or isinstance(hidden, LazyLogits) or hidden.ndim < 2:
-            return False
-        if not torch.is_grad_enabled():
+        if not isinstance(hidden, Tensor) or hidden.ndim < 2 or not torch.is_grad_enabled():
             return False
         modules = list(self.module.modules())
         hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
         return (
             _is_linear(self.module)
             and not any(m._backward_hooks or m._backward_pre_hooks for m in modules)
-            and all(_module_of(hook).startswith("deepspeed") for hook in hooks)
+            and all(_package_of(hook) == "deepspeed" for hook in hooks)
         )
 
     def _defer(self, hidden: Tensor) -> LazyLogits:

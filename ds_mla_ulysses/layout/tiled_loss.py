@@ -153,17 +153,17 @@ def tiled_sum_of_cross_entropies(
             gradient=has_gradient,
         )
         value = loss if value is None else value + loss
-        if not has_gradient or not logits.requires_grad:
+        if grad_nV is None:
             continue
-        assert grad_nV is not None
         wanted = [tile_nD, *parameters] if hidden_gradient else list(parameters)
         grads: list[Tensor | None] = list(
             torch.autograd.grad(logits, wanted, grad_nV.view_as(logits), allow_unused=True)
         )
         del logits, grad_nV
         if grad_ND is not None:
-            grad_ND[here] = torch.zeros((), dtype=grad_ND.dtype) if grads[0] is None else grads[0]
-            grads.pop(0)
+            of_tile = grads.pop(0)
+            assert of_tile is not None  # the head uses its argument
+            grad_ND[here] = of_tile
         for i in range(len(sums)):
             sums[i] = _added(sums[i], grads[i])
             grads[i] = None  # so that one gradient of a tile exists at a time
