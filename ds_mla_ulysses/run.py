@@ -4,8 +4,8 @@
     accelerate launch --config_file config.yaml --module ds_mla_ulysses.run train.py --my-argument 1
     torchrun --nproc-per-node 8 --module ds_mla_ulysses.run train.py --my-argument 1
 
-`--sp-in-eval`, `--strategy`, `--split`, `--head-chunks` and `--checks` go in front of the script and are passed to
-`install`. With `-m`, the script is the name of a module.
+`--sp-in-eval`, `--strategy`, `--split`, `--head-chunks`, `--loss-tile` and `--checks` go in front of the script and are
+passed to `install`. With `-m`, the script is the name of a module.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import runpy
 import sys
 
 from .integrations.install import install
+
+
+def _tile(text: str) -> int | str | None:
+    return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else int(text)
 
 
 def main(arguments: list[str]) -> None:
@@ -29,6 +33,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--head-chunks", type=int, default=1, help="number of chunks of the local heads, as for parallelize"
     )
+    parser.add_argument(
+        "--loss-tile", type=_tile, default="auto", help="tokens of a tile of the loss, auto or none, as for parallelize"
+    )
     parser.add_argument("--checks", default="always", help="when to run the checks that cost time, as for parallelize")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it first
@@ -41,6 +48,7 @@ def main(arguments: list[str]) -> None:
         strategy=args.strategy,
         split=args.split,
         head_chunks=args.head_chunks,
+        loss_tile=args.loss_tile,
         checks=args.checks,
     )
     sys.argv = [args.script, *launchers, *args.arguments]

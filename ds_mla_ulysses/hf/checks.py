@@ -6,6 +6,9 @@
 | "labels" | Handle.loss           | labels outside the vocabulary, differing num_items   | a wait for the device                         |
 | "loss"   | the engine's backward | a loss that is not the same number on all ranks      | an all-reduce of two numbers, a wait          |
 
+If ZeRO-3 shards the head, all ranks of the job also agree before they gather it, by a small all-gather: with "labels" before
+the tiles of a loss, with "loss" before backward, and, unless the policy is "never", before logits are made whole.
+
 Once, at the first loss without an engine, ranks also compare a checksum of their weights, unless the policy is "never".
 """
 

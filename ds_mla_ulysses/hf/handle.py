@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.agreement import all_reduce, gather_numbers, sum_gradients
+from ..comm.agreement import all_reduce, gather_numbers, raise_everywhere, sum_gradients
 from ..comm.group import SequenceGroup
 from ..errors import UlyssesRuntimeError, UlyssesValueError
 from ..layout.batch import shard_batch
-from ..layout.loss import count_items, sequence_loss
+from ..layout.loss import count_items, misfit, sequence_loss
 from ..layout.shard import Shard, labels_of
 from .checks import Checks
 from .probe import returns_loss_function
@@ -34,6 +34,8 @@ HANDLE = "_ulysses_handle"
 _LOSS_TOLERANCE = 1e-6
 #: How many values of each parameter are compared between ranks.
 _SAMPLES = 16
+#: What ranks may be about to do when they agree before the head is gathered.
+_ABOUT_TO = {"loss": "compute the loss", "logits": "make the logits whole", "backward": "run backward"}
 
 
 class Handle:
@@ -47,6 +49,7 @@ class Handle:
         strategy: the name of the strategy by which attention exchanges data.
         why: the reason for the choice, if "auto" made it.
         head_chunks: the number of chunks in which the local heads attend one after the other.
+        loss_tile: how `loss` makes logits, see `parallelize`; None also if the model's head is not known to be linear.
         checks: which checks run, see `hf/checks.py`.
         is_restored: whether `restore` was called.
     """
@@ -69,6 +72,9 @@ class Handle:
         self._engine: Any = None
         self._compared_weights = False
         patch.aux_loss.gradient_scale = lambda: self.gradient_scale
+        self.loss_tile = None if patch.head is None else patch.head.loss_tile
+        if patch.head is not None:
+            patch.head.agree = self._agree
 
     @property
     def split(self) -> str:
@@ -128,16 +134,28 @@ class Handle:
         self._refuse_if_restored()
         return shard_batch(batch, self.group, check=self.checks.due("batch"))
 
-    def loss(self, logits: Tensor, shard: Shard | Mapping[str, Any], num_items: int | Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        logits: Tensor,
+        shard: Shard | Mapping[str, Any],
+        num_items: int | Tensor | None = None,
+        *,
+        label_smoothing: float = 0.0,
+        token_weights: Tensor | None = None,
+    ) -> Tensor:
         """Returns the cross entropy of the group's whole sequences, the same value on each of its ranks.
 
         Args:
-            logits: the local logits [B, T, V].
+            logits: the local logits [B, T, V]. Those of a forward with gradients are not made yet, unless loss_tile is None;
+                this makes them a tile of tokens at a time, with the gradients.
             shard: what `shard` returned, or the batch of a Trainer's loader.
             num_items: what `num_items(shards)` returned. The losses of the micro-batches and of the data-parallel groups
                 then sum to the one-process loss of the optimizer step. Without it, the loss is the mean over this batch
                 of this group, which is refused if it is not the mean of the step: with an engine that accumulates
                 gradients, or with more than one data-parallel group.
+            label_smoothing: as in torch's cross_entropy.
+            token_weights: [B, T], by what the loss of each local token's label is multiplied. The sum is still divided by
+                the number of supervised tokens.
 
         Backward: the SUM over ranks of each parameter's gradient is the one-process gradient. With an engine from
         `initialize`, the gradient is multiplied by what DeepSpeed divides by, so that its update is the one-process
@@ -158,11 +176,74 @@ class Handle:
         """
         self._refuse_if_restored()
         labels, problem = self._labels_of(shard, num_items)
-        check, compares = self.checks.due("labels"), self._engine is None and self.checks.policy != "never"
+        compares = self._engine is None and self.checks.policy != "never"
         if compares and torch.is_grad_enabled() and not self._compared_weights:
             self._compare_weights()
-        scale = self.gradient_scale
-        return sequence_loss(logits, labels, self.group, num_items, scale, check=check, problem=problem)
+        return self.loss_of_labels(
+            logits, labels, num_items, self.gradient_scale, label_smoothing, weights_BT=token_weights, problem=problem
+        )
+
+    def loss_of_labels(
+        self,
+        logits: Tensor,
+        shift_labels_BT: Tensor,
+        num_items: int | Tensor | None,
+        gradient_scale: float,
+        label_smoothing: float = 0.0,
+        *,
+        weights_BT: Tensor | None = None,
+        problem: Exception | None = None,
+    ) -> Tensor:
+        """`sequence_loss` in this handle's group, with the checks that are due.
+
+        Before the tiles of a head that ZeRO-3 shards, for which all ranks gather it, they agree that none has a problem.
+        """
+        check = self.checks.due("labels")
+        if check and self._gathers_head:
+            problem = problem or misfit(logits, shift_labels_BT, num_items, weights_BT)
+            self._agree("loss", problem)
+        return sequence_loss(
+            logits,
+            shift_labels_BT,
+            self.group,
+            num_items,
+            gradient_scale,
+            label_smoothing,
+            weights_BT=weights_BT,
+            check=check,
+            problem=problem,
+        )
+
+    @property
+    def _gathers_head(self) -> bool:
+        """Whether the loss and whole logits gather the head, which is a collective of all ranks."""
+        return self._patch.head is not None and self._patch.head.is_sharded and torch.is_grad_enabled()
+
+    def _agree(self, about_to: str, problem: Exception | None = None) -> None:
+        """Raises on all ranks of the world, if ZeRO-3 shards the head, unless all are about to do the same without a problem.
+
+        Args:
+            about_to: a key of _ABOUT_TO.
+
+        Raises:
+            RuntimeError: the ranks are about to do different things.
+            Exception: the problem of a rank.
+        """
+        if self._patch.head is None or not self._patch.head.is_sharded or self.checks.policy == "never":
+            return
+        world = SequenceGroup.of(dist.group.WORLD)
+        names = list(_ABOUT_TO)
+        of_ranks = gather_numbers([names.index(about_to), int(problem is not None)], world)
+        if any(has_problem for _, has_problem in of_ranks):
+            raise_everywhere(problem, world)
+        plans = [_ABOUT_TO[names[number]] for number, _ in of_ranks]
+        differing = [rank for rank, plan in enumerate(plans) if plan != plans[0]]
+        if differing:
+            raise UlyssesRuntimeError(
+                f"rank 0 is about to {plans[0]} and rank {differing[0]} to {plans[differing[0]]}. ZeRO-3 shards the head of "
+                "this model, so logits can only be made by all ranks together: use them on every rank in the same order "
+                "(printing or indexing makes them), or on none."
+            )
 
     def _refuse_if_restored(self) -> None:
         if self.is_restored:
@@ -234,6 +315,7 @@ class Handle:
             return
         if not self.checks.due("loss"):
             return
+        self._agree("backward")
         value = loss.detach().double().nan_to_num(math.inf, math.inf, -math.inf).reshape(1)
         highest, minus_lowest = all_reduce(torch.cat([value, -value]), self.group, "loss", dist.ReduceOp.MAX).tolist()
         lowest = -minus_lowest

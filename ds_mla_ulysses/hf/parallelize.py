@@ -15,6 +15,7 @@ from torch import nn
 from ..comm.agreement import gather_objects, raise_first, report_of
 from ..comm.group import SequenceGroup, split_world
 from ..errors import UlyssesRuntimeError, UlyssesTypeError, UlyssesValueError
+from ..layout.tiled_loss import check_loss_tile
 from ..planner.auto import Auto
 from .checks import Checks
 from .families import AttentionModel, find_attention, is_patched
@@ -35,6 +36,7 @@ def parallelize(
     strategy: str | Auto = "packed",
     split: str = "contiguous",
     head_chunks: int = 1,
+    loss_tile: int | str | None = "auto",
     checks: str = "always",
 ) -> Handle:
     """Makes a Hugging Face decoder attend over sequences that the ranks of a group share.
@@ -64,6 +66,10 @@ def parallelize(
         head_chunks: for MLA, the number of chunks in which the local heads are exchanged, expanded and attend one after
             the other, and once more in backward. Only one chunk's keys and values exist at a time, at the price of more
             time and more collectives.
+        loss_tile: how many tokens' logits exist at a time in the loss. "auto" chooses by the size of the vocabulary; an int
+            is a number of local tokens; None makes the logits whole, as the plain model does. Unless it is None, a
+            sequence-parallel forward that records gradients returns logits that are made when they are used, by
+            `handle.loss` (and the Trainer) a tile at a time, and by anything else whole.
         checks: "always", "first" or "never": when to run the checks that cost a collective or a wait for the device
             (are the batches of a group equal, are labels in the vocabulary, is the loss the same on all ranks).
             `ds_mla_ulysses/hf/checks.py` says what each costs. "first" runs each of them once.
@@ -76,13 +82,14 @@ def parallelize(
         UnsupportedModelError: the model would be silently wrong; the message says what to do instead.
         ValueError: there are fewer heads than ranks, bad groups, an unknown strategy or split, or settings that differ
             between ranks.
-        TypeError: sp_size or head_chunks is not an int.
+        TypeError: sp_size or head_chunks is not an int, or loss_tile is neither an int nor "auto" nor None.
         RuntimeError: the model is parallelized already.
     """
     settings: dict[str, Any] = {
         "strategy": strategy,
         "split": split,
         "head_chunks": head_chunks,
+        "loss_tile": loss_tile,
         "checks": checks,
         "sp_size": sp_size,
         "a group was given": group is not None,
@@ -112,7 +119,7 @@ def parallelize(
             _logger.warning("strategy='auto' chose %s", why)
     for layer in found.layers:
         check_layer(layer, name, sequence_group.size, head_chunks)
-    patch = ModelPatch(model, found, sequence_group, kernels, name, head_chunks)
+    patch = ModelPatch(model, found, sequence_group, kernels, name, head_chunks, loss_tile)
     handle = Handle(patch, data_rank=data_rank, data_size=data_size, why=why, checks=policy)
     patch.apply(**{HANDLE: handle})
     return handle
@@ -122,6 +129,7 @@ def _check_settings(model: nn.Module, **settings: Any) -> tuple[Auto | None, Che
     """Refuses arguments of `parallelize` that are wrong for every model, and a model that is parallelized already."""
     auto = check_strategy(settings["strategy"], settings["split"], settings["head_chunks"])
     policy, sp_size = Checks(settings["checks"]), settings["sp_size"]
+    check_loss_tile(settings["loss_tile"])
     if sp_size is not None and type(sp_size) is not int:
         raise UlyssesTypeError(f"sp_size must be an int, got {sp_size!r}.")
     if sp_size is not None and sp_size < 1:

@@ -10,6 +10,7 @@
 | the modules around it       | forward pre-hooks, which take away what they would make masks or caches of; forward    |
 |                             | hooks, which make `aux_loss` of the outputs that of the group; `loss_function`, which  |
 |                             | refuses labels that would be shifted within a shard                                    |
+| the given model's head      | `_call_impl`, which returns logits that are not made yet, see `lazy_logits.py`          |
 
 One entry with a name of our own is added to transformers' attention functions and stays there; only patched modules
 name it. A forward is sequence-parallel if it is given a layout (`layout.shard.LAYOUT`). Its `Documents` are then handed
@@ -40,6 +41,7 @@ from .aux_loss import AuxLoss
 from .families import AttentionModel, is_mla
 from .inputs import find_problem, impossible_tokens, is_recomputation, problem_of_impossible_tokens, tokens_of
 from .latent_forward import DOCUMENTS
+from .lazy_logits import DeferredHead
 from .local_attention import LayerKernel, as_autocast
 from .moba import MoBAKernel
 from .strategies import LayerStrategy, strategy_of
@@ -117,6 +119,7 @@ class ModelPatch(NotCopied):
     Attributes:
         plain_depth: how many `Handle.plain` blocks are open.
         aux_loss: what makes the auxiliary losses of routers.
+        head: what defers the model's head; None if it makes its logits whole.
     """
 
     def __init__(
@@ -127,9 +130,11 @@ class ModelPatch(NotCopied):
         kernels: Sequence[LayerKernel],
         strategy: str,
         head_chunks: int,
+        loss_tile: int | str | None = None,
     ) -> None:
         self.model, self.group, self.strategy, self.head_chunks = model, group, strategy, head_chunks
         self.plain_depth = 0
+        self.head = DeferredHead.of(model, loss_tile)
         self._text_model, self._layers, self._kernels = found.text_model, found.layers, kernels
         self._implementation = _config_of(found.text_model)._attn_implementation
         self._moba_kernels = [kernel for kernel in kernels if isinstance(kernel, MoBAKernel)]
@@ -172,11 +177,14 @@ class ModelPatch(NotCopied):
             self._replace(head, "_loss_function", loss_function)
         for module in self.aux_loss.modules:
             add(module.register_forward_hook(self._after_module).remove)
+        add(self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True).remove)
         add(self.model.register_forward_hook(self._after_model, always_call=True).remove)
         for rotary in text_model.modules():
             if _depends_on_longest(rotary):
                 add(rotary.register_forward_pre_hook(_add_longest_position, with_kwargs=True).remove)
                 add(rotary.register_forward_hook(_cut_longest_position).remove)
+        if self.head is not None:
+            self._replace(self.head.module, "_call_impl", self.head)
         for name, value in attributes.items():
             self._replace(text_model, name, value)
 
@@ -201,6 +209,10 @@ class ModelPatch(NotCopied):
         else:
             self._undo.append(partial(attributes.__delitem__, name))
         attributes[name] = value
+
+    def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.head is not None and not torch.compiler.is_compiling():
+            self.head.begin(defers=kwargs.get(LAYOUT) is not None)
 
     @torch.compiler.disable  # its collectives cannot be traced
     def _before_text_model(
@@ -284,6 +296,8 @@ class ModelPatch(NotCopied):
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self.aux_loss.end()
         self._wrappers.end()
+        if self.head is not None and not torch.compiler.is_compiling():
+            self.head.end()
 
     def _refuse_training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises RuntimeError if a forward without a layout would train on this rank's tokens alone.

@@ -41,3 +41,17 @@ class FullAttentionCallback(TrainerCallback):
     ) -> None:
         """Switches the model's MoBA layers for the step that begins."""
         set_moba(model, self.runs_moba(state.global_step, state.max_steps))
+
+
+class HiddenLabelSmoothing(TrainerCallback):
+    """Sets label_smoothing_factor of the arguments to 0 until training begins; `wrap_init` in `trainer.py` says why."""
+
+    def __init__(self, args: TrainingArguments) -> None:
+        self._factor = args.label_smoothing_factor
+        args.label_smoothing_factor = 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Puts the factor back."""
+        args.label_smoothing_factor = self._factor

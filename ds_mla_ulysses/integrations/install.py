@@ -13,6 +13,7 @@ These symbols are replaced for the whole process, until `uninstall`:
 | accelerate: `Accelerator.deepspeed_ulysses_dl_adapter`           | is `ShardedDataLoader` with the model's group       |
 | accelerate: `skip_first_batches`                                 | skips in a `ShardedDataLoader`                      |
 | transformers: `trainer.skip_first_batches`                       | skips in a `ShardedDataLoader`                      |
+| transformers: `Trainer.__init__`                                 | permits label smoothing in TRL's SFTTrainer         |
 | transformers: `Trainer.compute_loss`                             | computes the loss of the group's whole sequences    |
 | transformers: `Trainer._get_num_items_in_batch`                  | counts supervised tokens of the step over all ranks |
 | transformers: `Trainer.prediction_step` (with `sp_in_eval`)      | evaluates with shared sequences                     |
@@ -34,12 +35,13 @@ from typing import Any
 from ..errors import UlyssesRuntimeError
 from ..hf.checks import Checks
 from ..hf.strategies import check_strategy
+from ..layout.tiled_loss import check_loss_tile
 from ..planner.auto import Auto
 from ..process_state import PROCESS
 from ..requirements import check, highest_tested, installed, lowest
 from .accelerate import RegisteredModels, adapt_dataloader, wrap_dl_adapter, wrap_initialize, wrap_skip
 from .deepspeed import init_deepspeed_on_cpu
-from .trainer import wrap_compute_loss, wrap_num_items, wrap_prediction_step
+from .trainer import wrap_compute_loss, wrap_init, wrap_num_items, wrap_prediction_step
 
 #: The packages in which `install` replaces symbols.
 _REPLACES_IN = ("deepspeed", "accelerate", "transformers")
@@ -53,6 +55,7 @@ def install(
     strategy: str | Auto = "packed",
     split: str = "contiguous",
     head_chunks: int = 1,
+    loss_tile: int | str | None = "auto",
     checks: str = "always",
 ) -> None:
     """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
@@ -65,18 +68,24 @@ def install(
     Args:
         sp_in_eval: whether the ranks share sequences in evaluation and prediction of a Trainer too. By default each rank
             evaluates different samples with the plain model, as without sequence parallelism.
-        strategy, split, head_chunks, checks: arguments of `parallelize`, for every model.
+        strategy, split, head_chunks, loss_tile, checks: arguments of `parallelize`, for every model.
 
     Raises:
-        TypeError: head_chunks is not an int.
-        ValueError: the strategy, the policy of checks or head_chunks is not valid, or the strategy does not support the
+        TypeError: head_chunks is not an int, or loss_tile is neither an int nor "auto" nor None.
+        ValueError: the strategy, the policy of checks, loss_tile or head_chunks is not valid, or the strategy does not support the
             split.
         RuntimeError: the installed versions lack a symbol of the table, or other settings are installed already.
 
     Warns:
         UserWarning: the version of a package is outside the tested range; one warning for each package.
     """
-    of_models = {"strategy": strategy, "split": split, "head_chunks": head_chunks, "checks": checks}
+    of_models = {
+        "strategy": strategy,
+        "split": split,
+        "head_chunks": head_chunks,
+        "loss_tile": loss_tile,
+        "checks": checks,
+    }
     settings = {"sp_in_eval": sp_in_eval, **of_models}
     if PROCESS.installation is not None:
         if PROCESS.installation.settings != settings:
@@ -84,6 +93,7 @@ def install(
             raise UlyssesRuntimeError(f"installed already, with {found}: call ds_mla_ulysses.uninstall() first.")
         return
     check_strategy(strategy, split, head_chunks)
+    check_loss_tile(loss_tile)
     Checks(checks)
     for package in _REPLACES_IN:
         if check(package) != "ok":
@@ -136,6 +146,7 @@ def symbols_of(models: RegisteredModels, *, sp_in_eval: bool) -> list[Symbol]:
         Symbol("accelerate.accelerator", "Accelerator.deepspeed_ulysses_dl_adapter", wrap_dl_adapter),
         Symbol("accelerate.accelerator", "skip_first_batches", wrap_skip),
         Symbol("transformers.trainer", "skip_first_batches", wrap_skip),
+        Symbol("transformers.trainer", "Trainer.__init__", wrap_init),
         Symbol("transformers.trainer", "Trainer.compute_loss", wrap_compute_loss),
         Symbol("transformers.trainer", "Trainer._get_num_items_in_batch", wrap_num_items),
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from ..comm.group import SequenceGroup
 from ..errors import UlyssesRuntimeError, UlyssesValueError
 from ..hf.families import names_of
 from ..hf.handle import Handle, handle_of
-from ..layout.batch import exchange_batches
-from ..layout.loss import count_items, sequence_loss, sum_of_losses, with_value
+from ..layout.batch import IGNORED_LABEL, exchange_batches
+from ..layout.loss import count_items, sum_of_losses, with_value
 from ..layout.shard import LAYOUT, SHIFT_LABELS
 from ..layout.split import in_order
+from ..layout.tiled_loss import entropies_and_hits
 
 
 def wrap_num_items(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,6 +87,9 @@ def _sharded_loss(
     if shift_labels is None:
         raise UlyssesValueError("the batch has no labels: the loss under sequence parallelism is computed from them.")
     epsilon = getattr(trainer.label_smoother, "epsilon", 0.0)
+    if epsilon:
+        # TRL's fused head has no label smoothing, so the loss is that of logits, in tiles.
+        of_trl = inputs.pop("fused_lm_head", False)
     if _is_fused(handle.model, inputs):
         if epsilon:
             raise UlyssesValueError(
@@ -96,15 +101,9 @@ def _sharded_loss(
     else:
         _check_loss(handle)
         outputs = model(**inputs)
-        loss = sequence_loss(
-            outputs["logits"],
-            shift_labels,
-            handle.group,
-            num_items,
-            handle.group.size,
-            epsilon,
-            check=handle.checks.due("labels"),
-        )
+        loss = handle.loss_of_labels(outputs["logits"], shift_labels, num_items, handle.group.size, epsilon)
+        if epsilon and of_trl:
+            outputs = _with_metrics_of_trl(outputs, shift_labels)
     sums_groups = num_items is not None and trainer.args.average_tokens_across_devices
     if sums_groups:
         loss = loss * handle.data_size  # of the mean over data-parallel groups, the sum
@@ -119,6 +118,37 @@ def _sharded_loss(
             loss = loss + handle.aux_loss_coefficient * (handle.data_size if sums_groups else 1) * aux_loss
     trainer.loss_is_scaled_for_ga = num_items is not None
     return loss, outputs
+
+
+def _with_metrics_of_trl(outputs: Any, shift_labels_BT: Tensor) -> Any:
+    """The outputs with what SFTTrainer logs: the entropy of each token, and whether its label is the most likely one."""
+    entropies_N, is_top1_N = entropies_and_hits(outputs["logits"], shift_labels_BT.flatten())
+    metrics = {
+        "label_mask": shift_labels_BT != IGNORED_LABEL,
+        "entropy": entropies_N.view_as(shift_labels_BT),
+        "is_top1": is_top1_N.view_as(shift_labels_BT),
+    }
+    return SimpleNamespace(**{**outputs, "aux_loss": getattr(outputs, "aux_loss", None), **metrics})
+
+
+def wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets SFTTrainer be built with label_smoothing_factor under DeepSpeed's sequence parallelism.
+
+    SFTTrainer refuses it after `Trainer.__init__`, because the loss of its fused head has no label smoothing; that of
+    `wrap_compute_loss` has. The factor is 0 in its arguments until training begins.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        is_sft = any(kind.__module__ == "trl.trainer.sft_trainer" for kind in type(self).__mro__)
+        if is_sft and self.label_smoother is not None and parallelism is not None and parallelism.sp_enabled:
+            from .callbacks import HiddenLabelSmoothing
+
+            self.add_callback(HiddenLabelSmoothing(self.args))
+
+    return __init__
 
 
 def _refuse_settings(trainer: Any) -> None:

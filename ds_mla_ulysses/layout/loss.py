@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import all_reduce, gather_numbers, raise_everywhere
-from ..comm.collectives import accumulation_dtype
 from ..comm.group import SequenceGroup
 from ..errors import UlyssesTypeError, UlyssesValueError
 from .batch import IGNORED_LABEL
+from .tiled_loss import sum_of_cross_entropies
 
 
 def sequence_loss(
@@ -27,6 +27,7 @@ def sequence_loss(
     gradient_scale: float = 1.0,
     label_smoothing: float = 0.0,
     *,
+    weights_BT: Tensor | None = None,
     check: bool = True,
     problem: Exception | None = None,
 ) -> Tensor:
@@ -36,11 +37,12 @@ def sequence_loss(
     supervised token has loss 0 and gradient 0. It is computed in fp32, or in the logits' dtype if that is wider.
 
     Args:
-        logits_BTV: the local logits.
+        logits_BTV: the local logits, or a tensor that overrides `sum_of_cross_entropies`.
         shift_labels_BT: int64, the label that each token predicts; -100 is ignored.
         num_items: the number of supervised tokens that the sum is divided by.
         gradient_scale: the gradient, not the value, is multiplied by it.
         label_smoothing: as in torch's cross_entropy.
+        weights_BT: by what the cross entropy of each token is multiplied. The number of tokens stays what it is.
         check: whether to report labels outside the vocabulary on all ranks, for which the host waits for the device.
             Otherwise cross_entropy fails on the rank that has them.
         problem: why this rank has no loss. It is raised, with `check` on all ranks.
@@ -52,7 +54,7 @@ def sequence_loss(
         ValueError: logits and labels do not fit each other, on all ranks with `check`, otherwise on those where they do
             not; with `check`, labels outside the vocabulary and num_items that differ, on all ranks.
     """
-    problem = problem or _misfit(logits_BTV, shift_labels_BT, num_items)
+    problem = problem or misfit(logits_BTV, shift_labels_BT, num_items, weights_BT)
     if problem is not None:
         if not check:
             raise problem
@@ -66,10 +68,8 @@ def sequence_loss(
         impossible = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocabulary))
         counts.append(impossible.sum().double())
         labels = labels.masked_fill(impossible, IGNORED_LABEL)  # cross_entropy would raise on this rank alone
-    logits = logits_BTV.flatten(0, -2).to(accumulation_dtype(logits_BTV.dtype))
-    local = torch.nn.functional.cross_entropy(
-        logits, labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing
-    )
+    weights = None if weights_BT is None else weights_BT.flatten().to(logits_BTV.device)
+    local = sum_of_cross_entropies(logits_BTV, labels, label_smoothing, weights)
     total, items, *checked = all_reduce(torch.stack([local.detach().double(), *counts]), group, "loss").unbind()
     if check:
         _raise_if_wrong(torch.stack(checked).tolist(), group, vocabulary)
@@ -82,7 +82,7 @@ _CHECKED_SUMS, _PROBLEMS = 8, 2
 _PART = 2**22
 
 
-def _misfit(logits: Any, labels: Any, num_items: Any) -> Exception | None:
+def misfit(logits: Any, labels: Any, num_items: Any, weights: Any = None) -> Exception | None:
     """Why there is no loss of these arguments."""
     if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
         found = [type(x).__name__ for x in (logits, labels)]
@@ -91,6 +91,12 @@ def _misfit(logits: Any, labels: Any, num_items: Any) -> Exception | None:
         return UlyssesValueError(
             f"logits {tuple(logits.shape)} and shift_labels {tuple(labels.shape)} must be this rank's "
             "[B, T, vocabulary] and [B, T]: take both from the same shard of shard_batch."
+        )
+    if weights is not None and not (isinstance(weights, Tensor) and weights.shape == labels.shape):
+        shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        return UlyssesValueError(
+            f"token_weights must be a tensor {tuple(labels.shape)} like shift_labels, got {shape}: one weight for each "
+            "local token."
         )
     is_number = num_items.numel() == 1 if isinstance(num_items, Tensor) else isinstance(num_items, Real)
     if num_items is not None and not is_number:

@@ -208,6 +208,23 @@ def with_batch(_: Path) -> Iterator[Names]:
 
 
 @contextlib.contextmanager
+def tiled_loss(_: Path) -> Iterator[Names]:
+    """Labels of odd numbers count half."""
+    batch = random_batch(2, 17)
+    names = _names(model=tiny_model("deepseek_v3"), batch=batch)
+    yield names
+    handle = names["handle"]
+    names["loss"].backward()
+    logits = tiny_model("deepseek_v3")(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+    labels = batch["labels"][:, 1:].flatten()
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none", label_smoothing=0.1)
+    want = (losses * torch.where(labels % 2 == 0, 1.0, 0.5)).sum() / (labels != -100).sum()
+    assert abs(names["loss"].item() - want) < 1e-6 * want
+    assert names["predicted"].shape == names["shard"].shift_labels.shape
+    handle.restore()
+
+
+@contextlib.contextmanager
 def aux_loss(_: Path) -> Iterator[Names]:
     batch = random_batch(2, 17)
     with _parallel(tiny_model("qwen3_moe"), batch=batch) as names:
@@ -480,5 +497,6 @@ SETUPS: dict[str, Setup] = {
     "plain_training": plain_training,
     "save_pretrained": save_pretrained,
     "trainer": trainer,
+    "tiled_loss": tiled_loss,
     "without_engine": without_engine,
 }

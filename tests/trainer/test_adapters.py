@@ -147,7 +147,7 @@ def sft(run, world, **config):
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     names = ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss")
     metrics = [{name: entry[name] for name in names if name in entry} for entry in logs]
-    return result(trainer, before) | {"metrics": metrics}
+    return result(trainer, before) | {"metrics": metrics, "smoothing": trainer.args.label_smoothing_factor}
 
 
 def tokenizer():
@@ -177,6 +177,21 @@ def test_sft(family, stage, packing):
         want = sft(run, 0, **config)
     for answer in run_ranks(2, sft_on_rank, run, config):
         assert_equal(answer, want)
+        for got, wanted in zip(answer["metrics"], want["metrics"], strict=True):
+            assert got["entropy"] == pytest.approx(wanted["entropy"], rel=1e-4)
+            assert got["mean_token_accuracy"] == pytest.approx(wanted["mean_token_accuracy"], abs=1e-6)
+
+
+@pytest.mark.parametrize("stage,packing", [(2, False), (3, True)])
+def test_sft_with_label_smoothing(stage, packing):
+    """TRL refuses it under DeepSpeed's sequence parallelism; its own loss in one process is that of its label smoother."""
+    run = Run("llama", stage=stage, batch=1 if packing else 2, args=(("label_smoothing_factor", 0.2),))
+    config = dict(packing=packing, padding_free=packing)
+    with fresh_state():
+        want = sft(run, 0, **config)
+    for answer in run_ranks(2, sft_on_rank, run, config):
+        assert_equal(answer, want)
+        assert answer["smoothing"] == 0.2
         for got, wanted in zip(answer["metrics"], want["metrics"], strict=True):
             assert got["entropy"] == pytest.approx(wanted["entropy"], rel=1e-4)
             assert got["mean_token_accuracy"] == pytest.approx(wanted["mean_token_accuracy"], abs=1e-6)

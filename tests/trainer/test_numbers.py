@@ -96,6 +96,12 @@ def test_label_smoothing(accumulation):
     assert reference(Run(args=args))["losses"] != reference(Run(args=args[1:]))["losses"]
 
 
+@pytest.mark.parametrize("stage,tile", [(2, 5), (3, 5), (2, None)])
+def test_tiles_of_the_loss(stage, tile):
+    args = (("label_smoothing_factor", 0.2), ("gradient_accumulation_steps", 2))
+    equals_one_process(2, Run(stage=stage, args=args, loss_tile=tile))
+
+
 def of_each_group():
     """The first and the third of every four samples have few labels, so groups have unequal numbers in a step."""
     return samples(16, 24, 25, supervise=lambda i, n: range(n - 3, n) if i % 4 < 2 else range(2, n))

@@ -1,0 +1,235 @@
+"""The loss without whole logits, in DeepSpeed engines: updates equal those of one process, and the head stays sharded."""
+
+import itertools
+
+import pytest
+import torch
+from models import random_batch, tiny_model, token_loss
+from rank_pool import raises_on_ranks, run_ranks
+from test_initialize import LR, engine_config, full_parameters
+
+#: Tied and untied heads, a soft cap, a scale, and MLA with experts.
+MODELS = ("llama tied", "llama", "gemma2", "granite", "deepseek_v3")
+WAYS = ("uneven", "no labels", "lora")
+#: Of the product with four stages, each pair occurs.
+PAIRS = [(MODELS[m], WAYS[(m + stage) % 3], stage) for m in range(5) for stage in range(4)]
+TOKENS = 21
+
+
+def build(name, way):
+    family, *tied = name.split()
+    settings = dict(tie_word_embeddings=bool(tied) or family == "gemma2")
+    if family == "granite":
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        sizes = dict(vocab_size=128, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        scales = dict(num_key_value_heads=2, logits_scaling=4.0, embedding_multiplier=3.0, initializer_range=0.1)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("granite", **sizes, **scales)).float().train()
+    else:
+        attention = "eager" if family == "gemma2" else "sdpa"
+        cap = dict(final_logit_softcapping=2.0) if family == "gemma2" else {}
+        model = tiny_model(family, torch.float32, attention, initializer_range=0.1, **settings, **cap)
+    if way == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        adapter = LoraConfig(r=3, target_modules=["lm_head", "o_proj"], init_lora_weights=False)
+        model = get_peft_model(model, adapter)
+    return model
+
+
+def micro_batches(way, step):
+    batches = [random_batch(2, TOKENS, seed=10 * step + micro) for micro in range(2)]
+    batches[0]["labels"][:, :18] = -100
+    if way == "no labels":  # all labels of the second half of the tokens, which the second rank holds
+        for batch in batches:
+            batch["labels"][:, 11:] = -100
+            batch["labels"][:, 2:10] = batch["input_ids"][:, 2:10]
+    return batches
+
+
+def plain_steps(name, way, steps, smoothing):
+    model = build(name, way)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    losses = []
+    for step in range(steps):
+        batches = micro_batches(way, step)
+        items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+        total = 0.0
+        for batch in batches:
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+            if smoothing:
+                shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+                loss = torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), shifted, reduction="sum", label_smoothing=smoothing
+                )
+                loss = loss / items
+            else:
+                loss = token_loss(logits, batch["labels"], items)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def zero_config(stage, **more):
+    config = engine_config(stage, accumulation=2, **more)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return config
+
+
+def compare_update(name, way, stage, tile=4, smoothing=0.0, checkpointing=False, steps=2):
+    """Tiles of 4 of a rank's 22 tokens, two micro-batches with different numbers of labels."""
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.hf.lazy_logits import LazyLogits
+
+    model = build(name, way)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    handle = dmu.parallelize(model, loss_tile=tile)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    engine, *_ = dmu.initialize(model=model, config=zero_config(stage), handle=handle)
+    losses = []
+    for step in range(steps):
+        shards = [handle.shard(batch) for batch in micro_batches(way, step)]
+        assert way != "no labels" or handle.group.rank == 0 or all((s.shift_labels == -100).all() for s in shards)
+        items, total = handle.num_items(shards), 0.0
+        for shard in shards:
+            out = engine(**shard.inputs)
+            assert isinstance(out.logits, LazyLogits)
+            loss = handle.loss(out.logits, shard, items, label_smoothing=smoothing)
+            engine.backward(loss)
+            engine.step()
+            total += loss.item()
+        losses.append(total)
+        if stage == 3:
+            states = {p.ds_status.name for p in model.get_output_embeddings().parameters()}
+            assert states == {"NOT_AVAILABLE"}, states
+    got = full_parameters(model, stage)
+    engine.destroy()
+    want_losses, want = plain_steps(name, way, steps, smoothing)
+    assert losses == pytest.approx(want_losses, rel=1e-5)
+    for parameter, expected in want.items():
+        error = (got[parameter] - expected).norm()
+        change = (expected - start[parameter]).norm()
+        assert error <= 1e-3 * change + 1e-6 * expected.norm(), (parameter, float(error), float(change))
+
+
+@pytest.mark.parametrize("name,way,stage", PAIRS)
+def test_updates(name, way, stage):
+    run_ranks(2, compare_update, name, way, stage)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "name,way,stage", [case for case in itertools.product(MODELS, WAYS, range(4)) if case not in PAIRS]
+)
+def test_every_model_at_every_stage(name, way, stage):
+    run_ranks(2, compare_update, name, way, stage)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_label_smoothing_and_recomputation(stage):
+    run_ranks(2, compare_update, "llama", "uneven", stage, smoothing=0.1, checkpointing=True)
+
+
+def zero3(tile=4, **more):
+    import ds_mla_ulysses as dmu
+
+    model = build("llama", "uneven")
+    handle = dmu.parallelize(model, loss_tile=tile, **more)
+    engine, *_ = dmu.initialize(model=model, config=zero_config(3), handle=handle)
+    (batch, _) = micro_batches("uneven", 0)
+    shard = handle.shard(batch)
+    return engine, handle, shard, handle.num_items([shard])
+
+
+def made_on(some, when):
+    """Makes the logits on some of the ranks, before or after the loss."""
+    engine, handle, shard, items = zero3()
+    logits = engine(**shard.inputs).logits
+    if when == "before" and handle.group.rank in some:
+        logits.argmax(-1)
+    loss = handle.loss(logits, shard, items)
+    if when == "after" and handle.group.rank in some:
+        logits.argmax(-1)
+    engine.backward(loss)
+    engine.step()
+    states = {p.ds_status.name for p in engine.module.lm_head.parameters()}
+    engine.destroy()
+    return states
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_every_rank_makes_logits(when):
+    assert run_ranks(2, made_on, (0, 1), when) == [{"NOT_AVAILABLE"}] * 2
+
+
+@pytest.mark.parametrize(
+    "rank,when,match",
+    [
+        (0, "before", "rank 0 is about to make the logits whole and rank 1 to compute the loss"),
+        (1, "before", "rank 0 is about to compute the loss and rank 1 to make the logits whole"),
+        (0, "after", "rank 0 is about to make the logits whole and rank 1 to run backward"),
+    ],
+)
+def test_one_rank_makes_logits(rank, when, match):
+    raises_on_ranks(2, RuntimeError, match, made_on, (rank,), when)
+
+
+def problem_of_one_rank(kind):
+    engine, handle, shard, items = zero3()
+    logits = engine(**shard.inputs).logits
+    if handle.group.rank == 1:
+        items = "many" if kind == "items" else items
+        logits = logits[:, 1:] if kind == "logits of another shape" else None if kind == "no logits" else logits
+    handle.loss(logits, shard, items)
+
+
+@pytest.mark.parametrize(
+    "kind,error,match",
+    [
+        ("items", TypeError, "num_items must be what"),
+        ("no logits", TypeError, "must be tensors, got NoneType and Tensor"),
+    ],
+)
+def test_problems_are_raised_before_the_head_is_gathered(kind, error, match):
+    raises_on_ranks(2, error, match, problem_of_one_rank, kind)
+
+
+def own_loss(stage):
+    """A loss of real logits, and torch's own backward, which DeepSpeed divides by the accumulation steps at the outputs."""
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+
+    model, plain = build("gemma2", "uneven"), build("gemma2", "uneven")
+    start = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    handle = dmu.parallelize(model, loss_tile=4)
+    engine, *_ = dmu.initialize(model=model, config=zero_config(stage), handle=handle)
+    batches = micro_batches("uneven", 0)
+    shards = [handle.shard(batch) for batch in batches]
+    items = handle.num_items(shards)
+    for batch, shard in zip(batches, shards, strict=True):
+        logits = engine(**shard.inputs).logits
+        # The mean of the ranks' gradients and of the steps' is taken.
+        loss = handle.loss(logits, shard, items) + logits.logsumexp(-1).masked_fill(shard.shift_labels == -100, 0).sum()
+        loss.backward()
+        engine.step()
+        want = plain(input_ids=batch["input_ids"], use_cache=False).logits
+        kept = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:] == -100
+        extra = want.logsumexp(-1).masked_fill(kept, 0).sum() / (2 * dist.get_world_size())
+        (token_loss(want, batch["labels"], items) + extra).backward()
+    got = full_parameters(model, stage)
+    engine.destroy()
+    for name, p in plain.named_parameters():
+        want = start[name] - LR * p.grad
+        assert (got[name] - want).norm() <= 1e-3 * (want - start[name]).norm() + 1e-6 * want.norm(), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_real_logits_and_backward_without_the_engine(stage):
+    run_ranks(2, own_loss, stage)
