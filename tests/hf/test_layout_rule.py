@@ -34,6 +34,15 @@ def forward(what):
         return model(inputs_embeds=embeds)
     if what == "frozen, embeddings train, by position":
         return model.model(None, None, None, None, embeds)
+    if what == "frozen, a cache trains":  # as in prefix tuning
+        from transformers import DynamicCache
+
+        config = model.config
+        prefix = torch.randn(1, config.num_key_value_heads, 3, config.head_dim, dtype=torch.float64, requires_grad=True)
+        cache = DynamicCache(config=config)
+        for layer in range(config.num_hidden_layers):
+            cache.update(prefix, prefix, layer)
+        return model(input_ids=ids, past_key_values=cache)
     if what == "reentrant checkpoint of the whole model":  # the first forward is without gradients
         checkpoint(lambda x: model(inputs_embeds=x).logits, embeds, use_reentrant=True).sum().backward()
     if what == "checkpoint of the whole model":
@@ -51,6 +60,7 @@ def forward(what):
         "eval mode",
         "frozen, embeddings train",
         "frozen, embeddings train, by position",
+        "frozen, a cache trains",
         "reentrant checkpoint of the whole model",
         "checkpoint of the whole model",
         "lora, base frozen",
