@@ -280,6 +280,7 @@ class ModelPatch(NotCopied):
             },
             _impossible(text_model, ids, outer),
             describe,
+            getattr(layout, "tokens", None),
         )
 
     def _after_text_model(self, text_model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
