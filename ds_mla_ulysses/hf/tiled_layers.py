@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,8 +110,7 @@ def _is_norm(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def _is_activation(module: nn.Module) -> bool:
-    package = type(module).__module__
-    return package in ("torch.nn.modules.activation", "transformers.activations") and not list(module.parameters())
+    return type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations")
 
 
 def _is_mlp(module: nn.Module, names: tuple[str, ...]) -> bool:
@@ -222,7 +221,7 @@ class _Call:
         inputs: how many tensors the forward takes.
         saved: the node of `_Saved` that keeps them; None if `_Tiles` does.
         autocast: arguments of torch.autocast.
-        random: what restores the random numbers of the forward; None if it draws none.
+        random: makes a block that draws the random numbers of the forward again; None if it draws none.
     """
 
     forward: TiledForward
@@ -231,7 +230,7 @@ class _Call:
     inputs: int
     saved: Any
     autocast: dict[str, Any]
-    random: Callable[[], None] | None
+    random: Callable[[], AbstractContextManager[None]] | None
 
 
 class _Saved(torch.autograd.Function):
@@ -271,8 +270,7 @@ class _Tiles(torch.autograd.Function):
         with gathered_until_accumulated(call.parameters) as stay, call.forward.unhooked(), ExitStack() as stack:
             stack.enter_context(torch.autocast(**call.autocast))
             if call.random is not None:
-                stack.enter_context(torch.random.fork_rng(device_type=grad.device.type))
-                call.random()
+                stack.enter_context(call.random())
             of_inputs, of_parameters = _gradients(call, inputs, takes, grad)
             stay += [p for p, g in zip(call.trained, of_parameters, strict=True) if g is not None]
         return (None, *of_inputs, *of_parameters)
@@ -351,15 +349,18 @@ def _autocast(x: Tensor) -> dict[str, Any]:
     return {"device_type": device, "dtype": torch.get_autocast_dtype(device), "enabled": is_on, "cache_enabled": False}
 
 
-def _random_state(forward: TiledForward, inputs: Sequence[Tensor]) -> Callable[[], None] | None:
-    """What restores the state of random numbers, if the module draws any."""
+def _random_state(forward: TiledForward, inputs: Sequence[Tensor]) -> Callable[[], AbstractContextManager[None]] | None:
+    """What makes a block in which the random numbers of now are drawn again; None if the module draws none."""
     dropouts = [m for m in forward.module.modules() if isinstance(m, nn.Dropout)]
     if not any(m.training and m.p > 0 for m in dropouts):
         return None
-    state, devices = torch.get_rng_state(), get_device_states(*inputs)
+    device, state, (devices, states) = inputs[0].device.type, torch.get_rng_state(), get_device_states(*inputs)
 
-    def restore() -> None:
-        torch.set_rng_state(state)
-        set_device_states(*devices, device_type=inputs[0].device.type)
+    @contextmanager
+    def again() -> Iterator[None]:
+        with torch.random.fork_rng(devices, device_type=device):
+            torch.set_rng_state(state)
+            set_device_states(devices, states, device_type=device)
+            yield
 
-    return restore
+    return again
