@@ -45,6 +45,7 @@ from .latent_forward import DOCUMENTS
 from .lazy_logits import DeferredHead
 from .local_attention import LayerKernel, as_autocast
 from .moba import MoBAKernel
+from .sharded_weights import FETCHED_WHOLE
 from .strategies import LayerStrategy, strategy_of
 from .tiled_layers import tiled_forwards
 from .wrappers import OUTER, Outer, Wrappers, marks_images, no_mask, problem_of_token_types
@@ -189,6 +190,7 @@ class ModelPatch(NotCopied):
                 add(rotary.register_forward_hook(_cut_longest_position).remove)
         for module, forward in self._tiled:
             self._replace(module, "forward", forward)
+            self._replace(module, FETCHED_WHOLE, True)
         if self.head is not None:
             self._replace(self.head.module, "_call_impl", self.head)
         for name, value in attributes.items():

@@ -13,6 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+#: An attribute of a module. If it is True when an engine is built, ZeRO-3 fetches everything inside of the module when the
+#: module is called, and ahead of that; modules inside get no hooks.
+FETCHED_WHOLE = "_z3_leaf"
+
 
 def is_sharded_by_zero3(parameters: Sequence[Tensor]) -> bool:
     """Whether ZeRO-3 manages any of them."""

@@ -167,7 +167,7 @@ class TiledForward(NotCopied):
                 return _in_tiles(self, inputs)
         return self._recorded(inputs, parameters)
 
-    def _recorded(self, inputs: list[Tensor], parameters: list[Tensor]) -> Tensor:
+    def _recorded(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
         trained = [p for p in parameters if p.requires_grad]
         node = None
         if any(x.requires_grad for x in inputs):
