@@ -25,7 +25,7 @@ class Request:
         variant: settings that take the place of the recipe's, by dotted name.
         with_images: whether the model of images and text is meant, if its type also has a language model alone.
         model_code: "FILE.py:Class", the model's class if it is not one of transformers.
-        ranks, strategies, cases, dtype: see `run.check`.
+        ranks, strategies, cases, dtype, settings: see `run.make_request`.
     """
 
     model: str
@@ -38,6 +38,7 @@ class Request:
     strategies: tuple[str, ...] = ()
     cases: tuple[str, ...] = CASES
     dtype: str = "float64"
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tolerance(self) -> float:

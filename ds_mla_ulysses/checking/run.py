@@ -30,6 +30,7 @@ def check(
     strategy: str | Sequence[str] | None = None,
     dtype: str = "float64",
     model_code: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Report:
     """Compares a small model of an architecture on several local processes with one process.
 
@@ -45,6 +46,7 @@ def check(
         strategy: a strategy of `parallelize`, or several; all that the model allows by default.
         dtype: "float64", in which what models compute in fp32 is widened too; or "float32".
         model_code: "FILE.py:Class", the model's class if it is not in transformers. The file is run.
+        settings: further arguments of `parallelize`, such as {"mlp_tile": 5}, which JSON can say.
 
     Returns:
         the Report. `print(report)` shows it; `report.verdict` is "equal", "different", "fails" (after `parallelize`
@@ -54,7 +56,7 @@ def check(
         ValueError: there is no such config, strategy or dtype.
     """
     with Worker() as worker:
-        return worker.check(make_request(config, sp_size, strategy, dtype, model_code))
+        return worker.check(make_request(config, sp_size, strategy, dtype, model_code, settings=settings))
 
 
 def make_request(
@@ -65,11 +67,12 @@ def make_request(
     model_code: str | None = None,
     cases: Sequence[str] = CASES,
     variant: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Request:
     """Returns what is asked of a worker.
 
     Args:
-        config, sp_size, strategy, dtype, model_code: see `check`.
+        config, sp_size, strategy, dtype, model_code, settings: see `check`.
         cases: the batches, of `CASES`.
         variant: settings of the small config, by dotted name.
 
@@ -100,6 +103,7 @@ def make_request(
         strategies=names,
         cases=tuple(cases),
         dtype=dtype,
+        settings=dict(settings or {}),
     )
 
 

@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model-code", metavar="FILE.py:Class", help="the model's class, if it is not in transformers; the file is run"
     )
+    add("--head-chunks", type=int, metavar="N", help="an argument of parallelize")
+    add("--mlp-tile", type=int, metavar="TOKENS", help="an argument of parallelize")
     add("--json", action="store_true", help="print the report as JSON")
 
 
@@ -37,4 +39,13 @@ def run(args: argparse.Namespace) -> Report:
     Raises:
         ValueError: there is no such config or class.
     """
-    return check(args.model, sp_size=args.sp, strategy=args.strategy, dtype=args.dtype, model_code=args.model_code)
+    given = {"head_chunks": args.head_chunks, "mlp_tile": args.mlp_tile}
+    settings = {name: value for name, value in given.items() if value is not None}
+    return check(
+        args.model,
+        sp_size=args.sp,
+        strategy=args.strategy,
+        dtype=args.dtype,
+        model_code=args.model_code,
+        settings=settings,
+    )

@@ -105,7 +105,7 @@ def compare_update(name, way, stage, *, loss_tile=4, smoothing=0.0, checkpointin
             total += loss.item()
         losses.append(total)
         if stage == 3:
-            states = {p.ds_status.name for p in model.get_output_embeddings().parameters()}
+            states = {p.ds_status.name for p in model.parameters()}
             assert states == {"NOT_AVAILABLE"}, states
     got = full_parameters(model, stage)
     engine.destroy()

@@ -20,7 +20,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from models import packed_batch, per_document_step, random_batch, tiny_model
+from models import (
+    assert_gradients,
+    gradients,
+    packed_batch,
+    per_document_step,
+    random_batch,
+    reference_step,
+    tiny_model,
+)
 from trainer_runs import Collate, fresh_state, samples
 
 Names = dict[str, Any]
@@ -222,6 +230,16 @@ def tiled_loss(_: Path) -> Iterator[Names]:
     assert abs(names["loss"].item() - want) < 1e-6 * want
     assert names["predicted"].shape == names["shard"].shift_labels.shape
     handle.restore()
+
+
+@contextlib.contextmanager
+def mlp_tile(_: Path) -> Iterator[Names]:
+    names = _names(model=tiny_model("deepseek_v3"), batch=random_batch(2, 17))
+    yield names
+    want = reference_step(tiny_model("deepseek_v3"), names["batch"])
+    names["handle"].sum_gradients()
+    assert_gradients(gradients(names["model"]), want[1], 1e-6)
+    names["handle"].restore()
 
 
 @contextlib.contextmanager
@@ -489,6 +507,7 @@ SETUPS: dict[str, Setup] = {
     "long_evaluation": with_batch,
     "loop": loop,
     "meter": with_batch,
+    "mlp_tile": mlp_tile,
     "moba": moba,
     "moba_attention": moba_attention,
     "moba_trainer": moba_trainer,

@@ -1,0 +1,341 @@
+"""Norms, MLPs and experts in tiles of tokens: equal to the plain model, and the memory and the forwards that they save."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import assert_gradients, gradients, packed_batch, padded_batch, random_batch, reference_step, tiny_model
+from rank_pool import raises_on_ranks, run_ranks
+from stored_bytes import StoredBytes
+from test_parity import GRADIENT, sharded_step
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ds_mla_ulysses as dmu
+from ds_mla_ulysses.hf.tiled_layers import TiledForward, tiled_forwards
+
+#: Gated MLPs, RMSNorms and LayerNorms, norms of heads and latents, experts of both signatures, biases, MLPs beside attention.
+FAMILIES = ("llama", "qwen3", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen2_moe", "phimoe", "longcat_flash", "gemma2")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process_group():
+    """Tests of one process run in this one, where `parallelize` initialises torch.distributed."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def model_of(family, **settings):
+    return tiny_model(family, attn_implementation="eager" if family in ("gpt_oss", "gemma2") else "sdpa", **settings)
+
+
+BATCHES = {
+    "plain": lambda: random_batch(2, 33),
+    "packed": lambda: packed_batch([[13, 5, 15], [20, 1, 12]]),
+    "padded": lambda: padded_batch([33, 20], 33),
+}
+
+
+def compare(family, kind, mlp_tile, checkpointing=None):
+    batch = BATCHES[kind]()
+    want = reference_step(model_of(family), batch)
+    model = model_of(family)
+    handle = dmu.parallelize(model, mlp_tile=mlp_tile)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=checkpointing))
+    loss, got, _ = sharded_step(model, batch, handle)
+    assert abs(loss - want[0]) <= 1e-7 * abs(want[0])
+    assert_gradients(got, want[1], GRADIENT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    """Tiles of 4 of the 17 local tokens of two rows."""
+    run_ranks(2, compare, family, "plain", 4)
+
+
+@pytest.mark.parametrize("mlp_tile", [1, 11, 34, 1000])
+def test_tiles(mlp_tile):
+    run_ranks(2, compare, "deepseek_v3", "plain", mlp_tile)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_documents(kind):
+    run_ranks(4, compare, "qwen2_moe", kind, 3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_recomputation(family, reentrant):
+    run_ranks(2, compare, family, "plain", 4, reentrant)
+
+
+def tiled(family="llama", mlp_tile=4, **settings):
+    model = model_of(family, **settings)
+    return model, dmu.parallelize(model, mlp_tile=mlp_tile)
+
+
+def step(model, handle, batch):
+    shard = handle.shard(batch)
+    handle.loss(model(**shard.inputs).logits, shard).backward()
+
+
+def test_what_runs_in_tiles():
+    model, _ = tiled("deepseek_v3")
+    found = Counter(type(m).__name__ for m in model.modules() if isinstance(vars(m).get("forward"), TiledForward))
+    # Two layers with four norms, of which two are of latents, and the last norm; a dense MLP, and a shared expert.
+    assert found == {"DeepseekV3RMSNorm": 9, "DeepseekV3MLP": 2, "DeepseekV3Experts": 1}
+
+
+def test_restore():
+    model, handle = tiled("deepseek_v3")
+    before = {name: set(vars(m)) for name, m in model_of("deepseek_v3").named_modules()}
+    handle.restore()
+    assert {name: set(vars(m)) for name, m in model.named_modules()} == before
+    assert isinstance(model.model.layers[0].mlp.forward.__self__, nn.Module)
+
+
+def test_plain_forwards_and_generation():
+    plain = model_of("deepseek_v3").eval()
+    model, handle = tiled("deepseek_v3")
+    ids = random_batch(2, 9)["input_ids"]
+    with torch.no_grad():
+        want = plain(input_ids=ids).logits
+        assert torch.allclose(model.eval()(input_ids=ids).logits, want, rtol=1e-12, atol=1e-12)
+        wanted = plain.generate(ids, max_new_tokens=4, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), wanted)
+    with handle.plain():
+        model.train()(input_ids=ids, use_cache=False).logits.square().sum().backward()
+    plain.train()(input_ids=ids, use_cache=False).logits.square().sum().backward()
+    assert_gradients(gradients(model), gradients(plain), 1e-10)
+
+
+def test_frozen_weights_and_inputs():
+    """A model whose lower half is frozen: the inputs of its first tiles need no gradient."""
+    batch = random_batch(2, 13)
+    plain = model_of("deepseek_v3")
+    model = copy.deepcopy(plain)
+    for m in (plain, model):
+        for name, p in m.named_parameters():
+            p.requires_grad_("layers.1" in name or "layers.0.mlp" in name)
+    want = reference_step(plain, batch)
+    handle = dmu.parallelize(model, mlp_tile=5)
+    step(model, handle, batch)
+    assert_gradients(gradients(model), want[1], 1e-10)
+
+
+def test_gradients_twice():
+    """backward with retain_graph, and gradients that add up."""
+    model, handle = tiled()
+    shard = handle.shard(random_batch(1, 9))
+    loss = handle.loss(model(**shard.inputs).logits, shard)
+    loss.backward(retain_graph=True)
+    once = {name: g.clone() for name, g in gradients(model).items()}
+    loss.backward()
+    assert_gradients(gradients(model), {name: 2 * g for name, g in once.items()}, 1e-12)
+
+
+def with_lora(model, dropout):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    targets = ["down_proj", "up_proj", "o_proj"]
+    config = LoraConfig(r=3, target_modules=targets, lora_dropout=dropout, init_lora_weights=False)
+    return get_peft_model(model, config).double()
+
+
+def test_lora():
+    batch = random_batch(2, 13)
+    want = reference_step(with_lora(model_of("llama"), 0.0), batch)
+    model = with_lora(model_of("llama"), 0.0)
+    handle = dmu.parallelize(model, mlp_tile=5)
+    step(model, handle, batch)
+    assert set(want[1]) and all("lora" in name for name in want[1])
+    assert_gradients(gradients(model), want[1], 1e-10)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_is_drawn_again(checkpointing):
+    """With dropout in an adapter, the derivative along a direction is that of the same masks."""
+    model = with_lora(model_of("llama"), 0.5).train()
+    handle = dmu.parallelize(model, mlp_tile=5)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    shard = handle.shard(random_batch(2, 13))
+    weight = next(p for name, p in model.named_parameters() if "layers.0.mlp.down_proj.lora_A" in name)
+
+    def loss():
+        torch.manual_seed(7)
+        return handle.loss(model(**shard.inputs).logits, shard)
+
+    loss().backward()
+    direction, small = torch.randn_like(weight), 1e-4
+    found = []
+    with torch.no_grad():
+        for sign in (1, -2):
+            weight += sign * small * direction
+            found.append(loss().item())
+        weight += small * direction
+    # Norms compute in fp32, which the difference of two losses shows.
+    assert (found[0] - found[1]) / (2 * small) == pytest.approx((weight.grad * direction).sum().item(), rel=1e-3)
+    value = loss()
+    before = torch.get_rng_state()
+    value.backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_autocast():
+    """Backward runs the tiles in the dtype of the forward."""
+    batch = random_batch(2, 13)
+    grads = []
+    for mlp_tile in (None, 5):
+        model = model_of("qwen3", dtype=torch.float32)
+        handle = dmu.parallelize(model, mlp_tile=mlp_tile)
+        shard = handle.shard(batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = handle.loss(model(**shard.inputs).logits, shard)
+        loss.backward()
+        grads.append(gradients(model))
+    # In bf16 both round, at other places; fp32 tiles would be nearer to the truth, and as far apart.
+    exact = reference_step(model_of("qwen3", dtype=torch.float32), batch)[1]
+    errors = [max(float((got[n] - g).norm() / g.norm()) for n, g in exact.items() if g.norm() > 1e-3) for got in grads]
+    assert 0.3 < errors[1] / errors[0] < 2, errors
+
+
+def test_gradients_of_weights_are_summed_in_fp32():
+    """A thousand tiles of one token in bf16: sums in bf16 would stop growing."""
+    torch.manual_seed(0)
+    exact, model = model_of("llama", dtype=torch.float32), model_of("llama", dtype=torch.bfloat16)
+    exact.load_state_dict(model.state_dict())
+    mlps = [m.model.layers[0].mlp for m in (exact, model)]
+    ((_, forward),) = [pair for pair in tiled_forwards(model.model, 1) if pair[0] is mlps[1]]
+    x = torch.randn(1, 1024, 48).bfloat16()
+    grad = 1 + 0.1 * torch.randn(1, 1024, 48)
+    want = torch.autograd.grad(mlps[0](x.float()), list(mlps[0].parameters()), grad)
+    untiled = torch.autograd.grad(mlps[1](x), list(mlps[1].parameters()), grad.bfloat16())
+    got = torch.autograd.grad(forward(x), list(mlps[1].parameters()), grad.bfloat16())
+    for a, b, c in zip(got, untiled, want, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.float() - c).norm() <= 1.5 * (b.float() - c).norm()
+
+
+def test_recomputation_ends_before_the_tiles():
+    """A checkpoint recomputes no tiles whose module is the layer's last: they run in forward and in backward."""
+    model, handle = tiled("llama", mlp_tile=100)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    calls = Counter()
+    for kind in ("LlamaMLP", "LlamaRMSNorm"):
+        for module in (m for m in model.modules() if type(m).__name__ == kind):
+            forward = vars(module)["forward"]
+            forward.original = counted(forward.original, calls, kind)
+    step(model, handle, random_batch(1, 16))
+    # Two MLPs, in forward and in backward. Two norms in each layer, once more in recomputation, and the last norm, which no
+    # checkpoint recomputes.
+    assert calls == {"LlamaMLP": 2 * 2, "LlamaRMSNorm": 4 * 3 + 2}
+
+
+def counted(function, calls, name):
+    def call(*args):
+        calls[name] += 1
+        return function(*args)
+
+    return call
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def peak_of_mlp(tokens, mlp_tile):
+    """Bytes of forward and backward of Llama-3-8B's norm and MLP beside weights, their gradients, input and output."""
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    config = AutoConfig.for_model("llama", hidden_size=4096, intermediate_size=14336)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            layer = nn.Sequential(LlamaRMSNorm(4096), LlamaMLP(config))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        layer.config = config
+        for p in layer.parameters():
+            p.grad = torch.empty_like(p)
+        if mlp_tile is not None:
+            for module, forward in tiled_forwards(layer, mlp_tile):
+                module.forward = forward
+        x = torch.empty(1, tokens, 4096, dtype=torch.bfloat16, requires_grad=True)
+        with StoredBytes([x, *layer.parameters(), *(p.grad for p in layer.parameters())]) as stored:
+            out = layer(x)
+            out.backward(torch.empty_like(out))
+        return stored.peak
+
+
+def test_memory_of_a_token():
+    """Output, its gradient, the normed input and two gradients, 2D each, whatever the MLP's width."""
+    one, two = (peak_of_mlp(tokens, 8192) for tokens in (65_536, 131_072))
+    assert (two - one) / 65_536 <= 5 * 2 * 4096
+    plain = [peak_of_mlp(tokens, None) for tokens in (65_536, 131_072)]
+    assert (plain[1] - plain[0]) / 65_536 >= 6 * 2 * 14336  # the count sees an MLP
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def wrong_tile(mlp_tile):
+    dmu.parallelize(
+        model_of("llama"), mlp_tile=mlp_tile[dist.get_rank() % 2] if isinstance(mlp_tile, tuple) else mlp_tile
+    )
+
+
+@pytest.mark.parametrize(
+    "mlp_tile,error,match",
+    [
+        (0, ValueError, "mlp_tile must be at least 1 token, got 0"),
+        (True, TypeError, "mlp_tile must be None or a number of tokens, got True"),
+        ("auto", TypeError, "mlp_tile must be None or a number of tokens, got 'auto'"),
+        ((4, 8), ValueError, r"mlp_tile, rank by rank: \[4, 8\]"),
+    ],
+)
+def test_wrong_tiles(mlp_tile, error, match):
+    raises_on_ranks(2, error, match, wrong_tile, mlp_tile)
+
+
+def test_a_model_without_known_mlps():
+    """Its MLPs are of another package, so nothing says that they compute each token by itself."""
+
+    class Mixing(nn.Module):
+        def __init__(self, mlp):
+            super().__init__()
+            self.mlp = mlp.gate_proj
+
+        def forward(self, x):
+            return self.mlp(x.roll(1, dims=1))
+
+    model = model_of("llama", intermediate_size=48)
+    for layer in model.model.layers:
+        layer.mlp = Mixing(layer.mlp)
+    with pytest.raises(dmu.UnsupportedModelError, match="mlp_tile=4 needs MLPs or experts .* LlamaModel has none"):
+        dmu.parallelize(model, mlp_tile=4)
+    dmu.parallelize(model)
+
+
+def test_hooks_inside():
+    model, handle = tiled()
+    hook = model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="hooks inside of it would see one tile at a time"):
+        step(model, handle, random_batch(1, 8))
+    hook.remove()
+    outside = []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: outside.append(out.shape))
+    step(model, handle, random_batch(1, 8))
+    assert outside == [(1, 8, 48)]
+
+
+def test_other_arguments():
+    model, _ = tiled("deepseek_v3")
+    experts = model.model.layers[1].mlp.experts
+    with pytest.raises(RuntimeError, match=r"Experts was called with \[\(3, 48\), 'NoneType', 'NoneType'\]"):
+        experts(torch.randn(3, 48))
