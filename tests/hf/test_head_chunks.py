@@ -114,7 +114,8 @@ def refused(kind, **settings):
 @pytest.mark.parametrize(
     "kind,settings,message",
     [
-        ("llama", dict(head_chunks=2), "head_chunks=2 is for MLA, .* but LlamaAttention has no latents"),
+        ("llama", dict(head_chunks=3), "head_chunks=3 must be from 1 to 2, the fewest heads"),
+        ("llama", dict(head_chunks=5, strategy="gather_kv"), "head_chunks=5 must be from 1 to 4, the fewest heads"),
         ("mla", dict(head_chunks=3), "head_chunks=3 must be from 1 to 2, the fewest heads"),
         ("mla", dict(head_chunks=0), "head_chunks must be an int >= 1, got 0"),
         ("adapters", dict(head_chunks=2, strategy="gather_kv"), "kv_b_proj is a Linear .* leave head_chunks out"),
