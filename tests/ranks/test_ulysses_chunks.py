@@ -82,3 +82,110 @@ def compare(kind, B, T, H, G, head_chunks, batch_dim_idx, groups=None):
 )
 def test_same_numbers_and_bytes(size, kind, B, T, H, G, head_chunks, batch_dim_idx):
     run_ranks(size, compare, kind, B, T, H, G, head_chunks, batch_dim_idx)
+
+
+def test_groups_smaller_than_the_world():
+    run_ranks(4, compare, "UlyssesAttention", 2, 5, 6, 3, 2, 0, groups=2)
+
+
+def parameters_of_heads(kind, H, head_chunks):
+    """Each chunk gets the rows of its heads, and each rank's gradient has those of its heads."""
+    import torch.distributed as dist
+
+    from ds_mla_ulysses.comm.group import SequenceGroup
+
+    group = SequenceGroup.of(dist.group.WORLD)
+    whole, sinks = whole_tensors(2, 3 * group.size, H, 1), torch.linspace(1, 2, H, dtype=torch.float64)
+    (got, *grads, dsinks), calls, _ = step(kind, group, head_chunks, whole, 0, sinks)
+    inputs = [x.clone().requires_grad_() for x in (*whole[:3], sinks)]
+    out = causal_attention(*inputs[:3]) * inputs[3].unsqueeze(-1)
+    out.backward(whole[3])
+    mine = slice(group.rank * 3, (group.rank + 1) * 3)
+    for x, want in zip((got, *grads), (out.detach(), *(x.grad for x in inputs[:3])), strict=True):
+        torch.testing.assert_close(x, want[:, mine], rtol=1e-10, atol=1e-12)
+    dist.all_reduce(dsinks)
+    torch.testing.assert_close(dsinks, inputs[3].grad, rtol=1e-10, atol=1e-12)
+    assert len(calls) == (2 * head_chunks if head_chunks > 1 else 1)
+
+
+@pytest.mark.parametrize("kind", ["UlyssesAttention", "GatherKVAttention"])
+@pytest.mark.parametrize("size,H,head_chunks", [(1, 3, 2), (2, 5, 1), (2, 5, 2), (4, 9, 2)])
+def test_parameters_of_heads(kind, size, H, head_chunks):
+    run_ranks(size, parameters_of_heads, kind, H, head_chunks)
+
+
+def kv_gradients_round_once(kind, H, G, head_chunks):
+    """In bf16, a rank sends the fp32 sum of its chunks' gradients, rounded once; then the ranks' are summed in fp32."""
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.comm.group import SequenceGroup
+    from ds_mla_ulysses.layout.heads import HeadChunks
+
+    group, T = SequenceGroup.of(dist.group.WORLD), 3
+    S, rank, gathers = T * group.size, group.rank, kind == "GatherKVAttention"
+    q, k, v, _ = (x.bfloat16() for x in whole_tensors(1, T, H, G, K))
+    k.requires_grad_(), v.requires_grad_()
+    weights = torch.randn(1, S, H, K, generator=torch.Generator().manual_seed(7)).bfloat16()
+
+    def local_attention(q, k, v, first_query=0, heads=None):
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+        rows = slice(first_query, first_query + q.shape[1])
+        out = (k + v) * weights[:, :, heads]
+        # With gathered keys each rank has S keys for its T queries, whose gradients it makes for all keys.
+        return out.unflatten(1, (-1, T)).sum(1) if gathers else out[:, rows]
+
+    attention = getattr(dmu, kind)(local_attention, group, head_chunks=head_chunks)
+    attention(q, k, v, per_head={"heads": torch.arange(H)}).backward(torch.ones(1, T, H, K, dtype=torch.bfloat16))
+
+    want = torch.zeros(1, S, G, K)
+    chunks = HeadChunks(H, 1 if gathers else group.size, head_chunks)
+    for p in range(group.size):
+        sent = torch.zeros(1, S, G, K)
+        for chunk in chunks.of_rank(0 if gathers else p):
+            of_chunk = torch.zeros(1, S, G, K)
+            for head in range(chunk.start, chunk.stop):
+                of_chunk[:, :, head * G // H] += weights[:, :, head].float()
+            sent += of_chunk.bfloat16().float()
+        want += sent.bfloat16().float()
+    for x in (k, v):
+        assert torch.equal(x.grad, want.bfloat16()[:, rank * T : (rank + 1) * T])
+
+
+@pytest.mark.parametrize("kind", ["UlyssesAttention", "GatherKVAttention"])
+@pytest.mark.parametrize("size,H,G,head_chunks", [(1, 6, 1, 6), (2, 12, 1, 6), (2, 18, 3, 6), (4, 20, 1, 5)])
+def test_kv_gradients_are_summed_in_fp32(kind, size, H, G, head_chunks):
+    """If the chunks were summed in bf16, the sums would differ."""
+    run_ranks(size, kv_gradients_round_once, kind, H, G, head_chunks)
+
+
+def bad_call(kind, change):
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+
+    attention = getattr(dmu, kind)(lambda q, k, v, **_: q, dist.group.WORLD, head_chunks=0 if change == "zero" else 3)
+    H, G = {"groups": (7, 2)}.get(change, (4, 2))
+    attention(*whole_tensors(2, 3, H, G)[:3])
+
+
+@pytest.mark.parametrize(
+    "kind,change,message",
+    [
+        ("UlyssesAttention", "chunks", "head_chunks=3 must be from 1 to 2, the fewest heads that a rank attends with"),
+        ("UlyssesAttention", "groups", "7 query heads must be a multiple of the key/value heads, got 2"),
+        ("UlyssesAttention", "zero", "head_chunks must be an int >= 1, got 0"),
+        ("GatherKVAttention", "groups", "7 query heads must be a multiple of the key/value heads, got 2"),
+        ("GatherKVAttention", "zero", "head_chunks must be an int >= 1, got 0"),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank(kind, change, message):
+    raises_on_ranks(2, ValueError, message, bad_call, kind, change)
+
+
+def test_more_chunks_than_heads():
+    import ds_mla_ulysses as dmu
+
+    attention = dmu.GatherKVAttention(lambda q, k, v, **_: q, None, head_chunks=5)
+    with pytest.raises(ValueError, match="head_chunks=5 must be from 1 to 4, the fewest heads"):
+        attention(*whole_tensors(1, 3, 4, 2)[:3])

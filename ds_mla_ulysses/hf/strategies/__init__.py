@@ -106,7 +106,7 @@ def check_layer(layer: nn.Module, strategy: str, ranks: int, head_chunks: int = 
     if refusal is not None:
         raise UnsupportedModelError(refusal.sentence.format(layer=kind))
     _class_of(layer, strategy).check(layer)
-    for name in rules.sliced_projections(head_chunks):
+    for name in rules.sliced_projections(head_chunks) if mla is not None else ():
         projection = getattr(layer, name)
         if type(projection) is not nn.Linear:
             whole = f"choose {one_of(names_that_call_projections_whole())}, which call it whole"
