@@ -10,6 +10,7 @@ Shape letters:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from ..comm.collectives import accumulation_dtype
 from ..comm.group import SequenceGroup
 from ..errors import UlyssesValueError
 from ..layout.chunked_exchange import ChunkedExchange
-from ..layout.heads import chunks_of_rank, heads_read_by
+from ..layout.heads import chunks_of_rank, readers_of_heads
 
 
 def check_count(head_chunks: int) -> None:
@@ -85,40 +86,41 @@ def attend_grouped_in_chunks(
 ) -> Tensor:
     """As `attend_in_chunks`, for query heads that share KV heads. Each chunk reads the KV heads of its query heads.
 
+    Keys and values are split into sections of heads, where a chunk begins or ends and where its query heads stop to be
+    evenly grouped. No chunk needs a copy of keys and values then.
+
     Args:
         k, v: k_BSJD and v_BSJD (or S before B), the KV heads that the query heads of all chunks read.
         group: the number of query heads, out of all of them, that read one KV head.
-        attend: `attend(heads, q, k, v) -> out` of a chunk. The number of its query heads is a multiple of the number of
-            its KV heads.
+        attend: `attend(heads, q, k, v) -> out` of the query heads of a chunk that read one section. The number of query
+            heads is a multiple of the number of KV heads.
     """
-    first = chunks.heads[0].start // group
-    read = [heads_read_by(heads, group)[0] for heads in chunks.heads]
-    ends = sorted({end - first for heads in read for end in (heads.start, heads.stop)})
-    sections = list(zip(ends, ends[1:], strict=False))
-    readers = [[first + start in range(of.start, of.stop) for of in read] for start, _ in sections]
-    sizes = [stop - start for start, stop in sections]
-    split = [list(map(for_chunks, map(sum, readers), x.split(sizes, 2))) for x in (k, v)]
+    readers = [readers_of_heads(heads, group) for heads in chunks.heads]
+    ends = sorted({end for of_chunk in readers for end in _ends_of_even_groups(of_chunk)})
+    sections = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+    sizes = [of.stop - of.start for of in sections]
+    read = [[of.start in of_chunk for of in sections] for of_chunk in readers]  # for each chunk and section
+    keys, values = (list(map(for_chunks, map(sum, zip(*read, strict=True)), x.split(sizes, 2))) for x in (k, v))
 
     def shared() -> Iterator[list[Tensor]]:
-        for c in range(len(read)):
-            yield [next(section) for of_x in split for section, by in zip(of_x, readers, strict=True) if by[c]]
+        for of_chunk in read:
+            yield [next(x) for kv in (keys, values) for x, is_read in zip(kv, of_chunk, strict=True) if is_read]
 
-    def attend_chunk(heads: slice, q: Tensor, *kv: Tensor) -> Tensor:
-        n = len(kv) // 2
-        k, v = (x[0] if n == 1 else torch.cat(x, 2) for x in (kv[:n], kv[n:]))
-        repeats = heads_read_by(heads, group)[1]
-        return attend(heads, q, *(x if repeats is None else repeated(x, repeats) for x in (k, v)))
+    def attend_sections(heads: slice, q: Tensor, *kv: Tensor) -> Tensor:
+        found = [slice(max(heads.start, of.start * group), min(heads.stop, of.stop * group)) for of in sections]
+        found = [of for of in found if of.start < of.stop]
+        n = len(found)
+        queries = q.split([of.stop - of.start for of in found], 2)
+        outs = [attend(*given) for given in zip(found, queries, kv[:n], kv[n:], strict=True)]
+        return outs[0] if n == 1 else torch.cat(outs, 2)
 
-    return attend_in_chunks(chunks, shared(), attend_chunk)
+    return attend_in_chunks(chunks, shared(), attend_sections)
 
 
-def repeated(x_BSJD: Tensor, repeats: list[int]) -> Tensor:
-    """Repeats KV heads to one head per query head.
-
-    Backward: one `sum` adds the gradients of each head, so that they are rounded once.
-    """
-    heads = x_BSJD.split(1, dim=2)
-    return torch.cat([x.expand(-1, -1, n, -1) for x, n in zip(heads, repeats, strict=True)], dim=2)
+def _ends_of_even_groups(readers: dict[int, int]) -> list[int]:
+    """Returns the first KV head, each one that has another number of readers than the one before, and one past the last."""
+    heads = list(readers)
+    return [heads[0], *(b for a, b in itertools.pairwise(heads) if readers[a] != readers[b]), heads[-1] + 1]
 
 
 class _Sum:

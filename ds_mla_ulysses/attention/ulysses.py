@@ -20,7 +20,7 @@ from ..comm.group import SequenceGroup
 from ..layout.exchange import TokensToHeads, start_tokens_to_heads
 from ..layout.heads import HeadChunks, HeadPartition, local_repeats
 from .base import SequenceAttention, check_grouped, rows_of, tokens_first
-from .chunks import attend_grouped_in_chunks, chunks_of, repeated
+from .chunks import attend_grouped_in_chunks, chunks_of
 
 
 class UlyssesAttention(SequenceAttention):
@@ -56,8 +56,8 @@ class UlyssesAttention(SequenceAttention):
             the call's layout: q_BSMK, k_BSJK, v_BSJV -> out_BSMV (or S before B). M is a multiple of J, and query head m
             reads KV head m // (M/J). If the local heads cannot be grouped so evenly, k and v are repeated to one head
             per query head (J = M). Otherwise q, k and v are strided views of the receive buffer, contiguous in the last
-            dimension. With several head chunks it is called once for each chunk of the local heads, and once more in
-            backward.
+            dimension. With several head chunks it is called for one chunk of the local heads after the other, and again
+            in backward. If a chunk cannot be grouped evenly, it is called for parts that can, instead of repeating k and v.
         group: the sequence-parallel group, a torch ProcessGroup or a SequenceGroup.
         head_chunks: the number of head chunks, at most the fewest query heads that a rank has.
 
@@ -118,7 +118,7 @@ class UlyssesAttention(SequenceAttention):
             local_SBMD = TokensToHeads.apply(H, group, batch_first, None, *blocks_TBHD)
             q, k, v = [tokens_first(x, batch_first) for x in local_SBMD]
         if repeats is not None:
-            k, v = repeated(k, repeats), repeated(v, repeats)
+            k, v = _repeated(k, repeats), _repeated(v, repeats)
         return self._attend(q, k, v, H, batch_first, args, kwargs)
 
     def _attend_in_chunks(
@@ -145,3 +145,12 @@ class UlyssesAttention(SequenceAttention):
             return self.attend_locally(q, k, v, *args, **kwargs, **rows_of(per_head, heads))
 
         return attend_grouped_in_chunks(chunks, k, v, H // G, attend)
+
+
+def _repeated(x_BSJD: Tensor, repeats: list[int]) -> Tensor:
+    """Repeats KV heads to one head per query head.
+
+    Backward: one `sum` adds the gradients of each head, so that they are rounded once.
+    """
+    heads = x_BSJD.split(1, dim=2)
+    return torch.cat([x.expand(-1, -1, n, -1) for x, n in zip(heads, repeats, strict=True)], dim=2)

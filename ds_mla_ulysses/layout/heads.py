@@ -81,23 +81,20 @@ class HeadPartition:
         Only if it is None can an ordinary grouped kernel take the heads as they are.
         """
         queries = slice(self._first_query(rank), self._first_query(rank + 1))
-        return heads_read_by(queries, self._queries // self.heads)[1]
+        found = list(readers_of_heads(queries, self._queries // self.heads).values())
+        return None if len(set(found)) == 1 else found
 
 
-def heads_read_by(queries: slice, group: int) -> tuple[slice, list[int] | None]:
-    """Returns the KV heads that consecutive query heads read, and how many of these query heads read each of them.
+def readers_of_heads(queries: slice, group: int) -> dict[int, int]:
+    """Returns how many of some consecutive query heads read each KV head, for the KV heads that they read.
 
     Args:
         queries: the query heads.
         group: the number of query heads, out of all of them, that read one KV head.
-
-    Returns:
-        The KV heads, and the number for each; None instead of the numbers if it is the same for all.
     """
     first, stop = queries.start, queries.stop
-    heads = slice(first // group, (stop - 1) // group + 1)
-    found = [min(stop, (head + 1) * group) - max(first, head * group) for head in range(heads.start, heads.stop)]
-    return heads, None if len(set(found)) == 1 else found
+    heads = range(first // group, (stop - 1) // group + 1)
+    return {head: min(stop, (head + 1) * group) - max(first, head * group) for head in heads}
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,9 @@ def compare(kind, B, T, H, G, head_chunks, batch_dim_idx, groups=None):
         assert set(meter.calls.values()) == {2 * head_chunks + 1}
     else:
         assert meter.calls == meter_of_one.calls
-    assert len(calls) == 2 * head_chunks  # and once more in backward
-    return calls[:head_chunks]
+    assert not any(M % J for M, J in calls)
+    assert sorted(calls[: len(calls) // 2]) == sorted(calls[len(calls) // 2 :])  # and once more in backward
+    return calls[: len(calls) // 2]
 
 
 @pytest.mark.parametrize("batch_dim_idx", [0, 1])
@@ -82,6 +83,35 @@ def compare(kind, B, T, H, G, head_chunks, batch_dim_idx, groups=None):
 )
 def test_same_numbers_and_bytes(size, kind, B, T, H, G, head_chunks, batch_dim_idx):
     run_ranks(size, compare, kind, B, T, H, G, head_chunks, batch_dim_idx)
+
+
+@pytest.mark.parametrize(
+    "size,H,G,head_chunks,local",
+    [
+        (1, 8, 2, 2, [[(4, 1)] * 2]),
+        (1, 8, 8, 2, [[(4, 4)] * 2]),
+        (1, 8, 4, 3, [[(2, 1), (1, 1), (1, 1), (2, 1), (2, 1)]]),  # heads 0 1 2 | 3 4 5 | 6 7
+        (1, 12, 3, 2, [[(4, 1), (2, 1), (2, 1), (4, 1)]]),
+        (2, 16, 2, 4, [[(2, 1)] * 4] * 2),
+        (2, 6, 3, 1, [[(3, 3)]] * 2),  # one chunk: repeated
+        (2, 18, 6, 2, [[(3, 1), (2, 1), (1, 1), (3, 1)]] * 2),
+        (2, 12, 2, 2, [[(3, 1)] * 2] * 2),
+        (2, 20, 4, 2, [[(5, 1)] * 2] * 2),
+    ],
+)
+def test_local_attention_gets_even_groups(size, H, G, head_chunks, local):
+    """Pairs of the numbers of query and KV heads, in the order of the calls."""
+    assert run_ranks(size, calls_of, H, G, head_chunks) == local
+
+
+def calls_of(H, G, head_chunks):
+    import torch.distributed as dist
+
+    from ds_mla_ulysses.comm.group import SequenceGroup
+
+    group = SequenceGroup.of(dist.group.WORLD)
+    _, calls, _ = step("UlyssesAttention", group, head_chunks, whole_tensors(1, 2 * group.size, H, G), 0)
+    return calls[: len(calls) // 2] if head_chunks > 1 else calls
 
 
 def test_groups_smaller_than_the_world():
@@ -153,7 +183,7 @@ def kv_gradients_round_once(kind, H, G, head_chunks):
 
 
 @pytest.mark.parametrize("kind", ["UlyssesAttention", "GatherKVAttention"])
-@pytest.mark.parametrize("size,H,G,head_chunks", [(1, 6, 1, 6), (2, 12, 1, 6), (2, 18, 3, 6), (4, 20, 1, 5)])
+@pytest.mark.parametrize("size,H,G,head_chunks", [(1, 6, 1, 6), (2, 12, 1, 6), (2, 18, 3, 9), (4, 20, 1, 5)])
 def test_kv_gradients_are_summed_in_fp32(kind, size, H, G, head_chunks):
     """If the chunks were summed in bf16, the sums would differ."""
     run_ranks(size, kv_gradients_round_once, kind, H, G, head_chunks)
