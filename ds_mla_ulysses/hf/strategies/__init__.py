@@ -89,7 +89,7 @@ def decide_strategy(
     keys = max(block * topk for block, topk in blocks) if len(blocks) == len(kernels) else None
     first = layers[0]
     widths: MLAWidths | HeadWidths = MLAWidths.of(first) if is_mla(first) else widths_of_config(first.config)
-    work = Work(widths, group.size, 0, split=group.split, keys_per_query=keys)
+    work = Work(widths, group.size, 0, split=group.split, keys_per_query=keys, head_chunks=head_chunks)
     return decide(auto, work, refused, group, parameter.dtype, parameter.device)
 
 
