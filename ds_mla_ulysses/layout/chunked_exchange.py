@@ -54,8 +54,8 @@ class ChunkedExchange:
     def __init__(self, tensors: Sequence[Tensor], group: SequenceGroup, count: int, batch_first: bool) -> None:
         self._blocks_TBHD = [x.transpose(0, 1) if batch_first else x for x in tensors]
         self._group, self._batch_first = group, batch_first
-        self._rows = T, B, H = self._blocks_TBHD[0].shape[:3]
-        self.heads = chunks_of_rank(H, group.size, count, group.rank)
+        self._rows = self._blocks_TBHD[0].shape[:3]
+        self.heads = chunks_of_rank(self._rows[2], group.size, count, group.rank)
         stand_ins = _Chunks.apply(group, self.heads, batch_first, *self._blocks_TBHD)
         n = len(tensors)
         self._stand_ins = [stand_ins[c * n : (c + 1) * n] for c in range(count)]
@@ -154,7 +154,9 @@ class _Returned(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: list[Tensor], group: SequenceGroup, batch_first: bool, *stand_ins_SBMD: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, out: list[Tensor], group: SequenceGroup, batch_first: bool, *stand_ins_SBMD: Tensor
+    ) -> Tensor:
         ctx.group, ctx.batch_first = group, batch_first
         ctx.chunk_heads = [x.shape[2] for x in stand_ins_SBMD]
         return out.pop()  # in a list, because the output must not be a tensor that was given

@@ -120,7 +120,12 @@ def heads_to_tokens(
 
 
 def write_chunk(
-    blocks_SBMD: Sequence[Tensor], to_TBHD: Sequence[Tensor], group: SequenceGroup, direction: str, chunk: int, chunks: int
+    blocks_SBMD: Sequence[Tensor],
+    to_TBHD: Sequence[Tensor],
+    group: SequenceGroup,
+    direction: str,
+    chunk: int,
+    chunks: int,
 ) -> None:
     """Returns one head chunk of every rank to the ranks of its tokens in one all-to-all. Not differentiable.
 
@@ -239,9 +244,7 @@ def _fake_start_tokens_to_heads(
     return _empty_heads(blocks, query_heads, size, rank, chunk, chunks)
 
 
-def _empty_heads(
-    blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, chunk: int, chunks: int
-) -> Tensor:
+def _empty_heads(blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, chunk: int, chunks: int) -> Tensor:
     T, B = blocks[0].shape[:2]
     return blocks[0].new_empty(T * size, B, plan_of(blocks, query_heads, size, chunk, chunks).widths[rank])
 

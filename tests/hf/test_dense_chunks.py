@@ -93,7 +93,9 @@ def frozen(trained):
         model(**handle.shard(random_batch(1, 16)).inputs)
 
 
-@pytest.mark.parametrize("trained", ["layers.1.self_attn.q_proj", "layers.1.self_attn.k_proj", "layers.1.self_attn.v_proj"])
+@pytest.mark.parametrize(
+    "trained", ["layers.1.self_attn.q_proj", "layers.1.self_attn.k_proj", "layers.1.self_attn.v_proj"]
+)
 def test_frozen_and_without_gradients(trained):
     """Only the queries, the keys or the values of the last layer have a gradient."""
     run_ranks(2, frozen, trained)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rank_pool import raises_on_ranks, run_ranks
-from test_ulysses_attention import K, V, causal_attention, oracle, whole_tensors
+from test_ulysses_attention import K, causal_attention, oracle, whole_tensors
 
 
 def step(kind, group, head_chunks, whole, batch_dim_idx, sinks=None):
@@ -19,7 +19,9 @@ def step(kind, group, head_chunks, whole, batch_dim_idx, sinks=None):
         calls.append((q.shape[2], k.shape[2]))
         q, k, v = flip(q), flip(k), flip(v)
         before = q.new_zeros(q.shape[0], first_query, *q.shape[2:])
-        out = causal_attention(torch.cat([before, q], 1), k[:, : first_query + q.shape[1]], v[:, : first_query + q.shape[1]], scale)
+        out = causal_attention(
+            torch.cat([before, q], 1), k[:, : first_query + q.shape[1]], v[:, : first_query + q.shape[1]], scale
+        )
         out = out[:, first_query:]
         return flip(out if sink is None else out * sink.unsqueeze(-1))
 

@@ -98,7 +98,7 @@ def check_layer(layer: nn.Module, strategy: str, ranks: int, head_chunks: int = 
 
     Raises:
         UnsupportedModelError: the layer has no latents, or has projections that cannot be computed for some heads only.
-        ValueError: fewer heads than ranks if the strategy exchanges heads; fewer heads than head chunks.
+        ValueError: fewer heads than ranks if the strategy exchanges heads; a rank with fewer heads than head chunks.
     """
     kind, rules = type(layer).__name__, STRATEGIES[strategy]
     mla = MLAWidths.of(layer) if is_mla(layer) else None
