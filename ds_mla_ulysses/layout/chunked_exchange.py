@@ -1,16 +1,18 @@
 """The differentiable exchange of `exchange` in head chunks: each rank computes one chunk of its heads after the other.
 
 Every chunk has an all-to-all of its own, and the next chunk's is under way while a chunk is computed. The data of a chunk
-is read from tensors with all heads and written into tensors with all heads, without a copy in between.
+is read from tensors with all heads, and the output is written into a tensor with all heads, without a copy in between.
 
 In backward, the gradients of the output travel first, those of all chunks, so that the gradient with all heads is free
-before a chunk is computed. Each chunk then frees its part. The gradients of the inputs travel last. The results of one
-chunk's exchange can therefore not be outputs of the function that has the gradients of all chunks. Stand-ins connect them
-in the autograd graph: a stand-in has the shape of the tensor, and its elements are one number that nobody reads.
+before a chunk is computed. Each chunk then frees its part, and its gradients of the inputs travel right after it. In the
+end they are put together, one input after the other.
+
+In the autograd graph, functions of all chunks and functions of one chunk are therefore connected by stand-ins: a stand-in
+has the shape of the tensor whose gradient it gets, and its elements are one number that nobody reads.
 
 Shape letters:
     P ranks                             H all heads of a block
-    T tokens of this rank               M heads of this rank in one chunk
+    T tokens of this rank               M heads of this rank in one chunk, h those of all ranks
     S = P*T, tokens of the sequence     D width of a head
     B batch                             W = sum of M*D over the blocks, one token on the wire
 """
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from ..comm.collectives import wait
 from ..comm.group import SequenceGroup
-from .exchange import start_tokens_to_heads, tokens_to_heads, write_chunk
+from .exchange import heads_to_tokens, start_tokens_to_heads, tokens_to_heads, write_chunk
 from .heads import chunks_of_rank
 from .wire import empty_blocks
 
@@ -36,8 +38,8 @@ class ChunkedExchange:
     All tensors are [B, T, ...] if batch_first, else [T, B, ...]. Call `take` and `put` for the first chunk, then for the
     second one, and so on, and `output` at the end. The exchange of the first chunk starts at once.
 
-    Backward: one all-to-all for each chunk of the output, then the backward of the chunks, then one all-to-all for each
-    chunk of the tensors.
+    Backward: one all-to-all for each chunk of the output, then the backward of one chunk after the other, each followed by
+    one all-to-all of its gradients.
 
     Args:
         tensors: x_BTHD (or x_TBHD) of one dtype with the same T, B and H, any strides.
@@ -52,16 +54,20 @@ class ChunkedExchange:
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: SequenceGroup, count: int, batch_first: bool) -> None:
-        self._blocks_TBHD = [x.transpose(0, 1) if batch_first else x for x in tensors]
         self._group, self._batch_first = group, batch_first
+        self._blocks_TBHD = list(map(self._tokens_first, tensors))
         self._rows = self._blocks_TBHD[0].shape[:3]
         self.heads = chunks_of_rank(self._rows[2], group.size, count, group.rank)
-        stand_ins = _Chunks.apply(group, self.heads, batch_first, *self._blocks_TBHD)
-        n = len(tensors)
-        self._stand_ins = [stand_ins[c * n : (c + 1) * n] for c in range(count)]
+        of_ranks = [chunks_of_rank(self._rows[2], group.size, count, rank) for rank in range(group.size)]
+        sizes = [[chunk.stop - chunk.start for chunk in of_rank] for of_rank in of_ranks]
+        # The stand-ins of each chunk: one for each tensor.
+        self._stand_ins = list(zip(*(_Split.apply(x, sizes) for x in tensors), strict=True))
         self._pending = self._start(0)
         self._out: Tensor | None = None
         self._sent: list[Tensor] = []
+
+    def _tokens_first(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1) if self._batch_first else x
 
     def _start(self, chunk: int) -> Tensor | None:
         if chunk == len(self.heads):
@@ -72,15 +78,17 @@ class ChunkedExchange:
     def take(self, chunk: int) -> list[Tensor]:
         """Starts the exchange of the next chunk, waits for this one, and returns x_BSMD of each tensor."""
         pending, self._pending = self._pending, self._start(chunk + 1)
-        arrived_SBMD = _Arrived.apply(pending, *self._stand_ins[chunk])
-        return [x.transpose(0, 1) if self._batch_first else x for x in arrived_SBMD]
+        local = self.heads[chunk].stop - self.heads[chunk].start
+        stand_ins_TBhD = map(self._tokens_first, self._stand_ins[chunk])
+        arrived_SBMD = _Arrived.apply(pending, local, self._group, self._batch_first, *stand_ins_TBhD)
+        return list(map(self._tokens_first, arrived_SBMD))
 
     def put(self, chunk: int, out: Tensor) -> None:
         """Returns the output of a chunk, x_BSMD, to the ranks of its tokens."""
         if self._out is None:
             T, B, H = self._rows
             self._out = empty_blocks(out, T, B, [H], [out.shape[3]], self._batch_first)[0]
-        out_SBMD, to_TBHD = (x.transpose(0, 1) if self._batch_first else x for x in (out, self._out))
+        out_SBMD, to_TBHD = map(self._tokens_first, (out, self._out))
         write_chunk([out_SBMD.detach()], [to_TBHD.detach()], self._group, "forward", chunk, len(self.heads))
         self._sent.append(_Sent.apply(out_SBMD))
 
@@ -94,45 +102,47 @@ def _stand_in(like: Tensor, *shape: int) -> Tensor:
     return like.new_zeros(()).expand(shape)
 
 
-class _Chunks(torch.autograd.Function):
-    """Blocks x_TBHD -> a stand-in for x_SBMD of each chunk and block, chunk after chunk.
+class _Split(torch.autograd.Function):
+    """x_BTHD (or T before B) -> a stand-in for x_BThD of each chunk, the h heads that all ranks have in it.
 
-    Backward: one all-to-all for each chunk.
+    Backward: one tensor with the gradients of all chunks.
+
+    Args:
+        sizes: the number of heads of each chunk of each rank, sizes[rank][chunk].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BTHD: Tensor, sizes: list[list[int]]) -> tuple[Tensor, ...]:
+        ctx.sizes = sizes
+        B, T, _, D = x_BTHD.shape
+        return tuple([_stand_in(x_BTHD, B, T, sum(of_ranks), D) for of_ranks in zip(*sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads_BThD: Tensor) -> tuple[Tensor, None]:
+        pieces = [x.split(of_ranks, 2) for x, of_ranks in zip(grads_BThD, zip(*ctx.sizes, strict=True), strict=True)]
+        return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank], 2), None
+
+
+class _Arrived(torch.autograd.Function):
+    """A chunk that is under way and the stand-ins x_TBhD of its blocks -> x_SBMD of each block.
+
+    Backward: one all-to-all.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, group: SequenceGroup, heads: Sequence[slice], batch_first: bool, *blocks_TBHD: Tensor
+        ctx: Any, pending_SBW: Tensor, local: int, group: SequenceGroup, batch_first: bool, *stand_ins_TBhD: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.chunks, ctx.batch_first = group, len(heads), batch_first
-        ctx.heads = blocks_TBHD[0].shape[2]
-        T, B = blocks_TBHD[0].shape[:2]
-        shapes = [(T * group.size, B, of.stop - of.start) for of in heads]
-        return tuple([_stand_in(x, *shape, x.shape[3]) for shape in shapes for x in blocks_TBHD])
-
-    @staticmethod
-    def backward(ctx: Any, *grads_SBMD: Tensor) -> tuple[Any, ...]:
-        n = len(grads_SBMD) // ctx.chunks
-        (S, B), widths = grads_SBMD[0].shape[:2], [x.shape[3] for x in grads_SBMD[:n]]
-        out = empty_blocks(grads_SBMD[0], S // ctx.group.size, B, [ctx.heads] * n, widths, ctx.batch_first)
-        out_TBHD = [x.transpose(0, 1) for x in out] if ctx.batch_first else out
-        for c in range(ctx.chunks):
-            write_chunk(grads_SBMD[c * n : (c + 1) * n], out_TBHD, ctx.group, "backward", c, ctx.chunks)
-        return None, None, None, *out_TBHD
-
-
-class _Arrived(torch.autograd.Function):
-    """A chunk that is under way -> its x_SBMD of each block. Backward: the gradients, for the stand-ins."""
-
-    @staticmethod
-    def forward(ctx: Any, pending_SBW: Tensor, *stand_ins_SBMD: Tensor) -> tuple[Tensor, ...]:
-        shapes = [x.shape[2:] for x in stand_ins_SBMD]
-        parts = wait(pending_SBW).split([shape.numel() for shape in shapes], dim=-1)
-        return tuple([x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True)])
+        ctx.group, ctx.batch_first, ctx.heads = group, batch_first, [x.shape[2] for x in stand_ins_TBhD]
+        widths = [x.shape[3] for x in stand_ins_TBhD]
+        parts = wait(pending_SBW).split([local * width for width in widths], dim=-1)
+        return tuple([x.unflatten(-1, (local, width)) for x, width in zip(parts, widths, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *grads_SBMD: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *grads_SBMD
+        # Of the h heads that all ranks have in the chunk, HeadPartition gives each rank those of its chunk.
+        grads = heads_to_tokens(grads_SBMD, ctx.heads, ctx.heads[0], ctx.group, "backward", ctx.batch_first)
+        return None, None, None, None, *grads
 
 
 class _Sent(torch.autograd.Function):

@@ -35,6 +35,7 @@ def step(kind, group, head_chunks, whole, batch_dim_idx, sinks=None):
         out = attention(*inputs[:3], batch_dim_idx, None, 0.3, per_head=per_head)
         assert out.is_contiguous()
         out.backward(flip(whole[3][:, mine]).contiguous())
+    assert all(x.grad.is_contiguous() for x in inputs)
     return [flip(x) if x.ndim == 4 else x for x in (out.detach(), *(x.grad for x in inputs))], calls, meter
 
 
