@@ -1,7 +1,7 @@
 """Head chunks: attention with the local heads in chunks, so that the tensors of all of them never exist at once.
 
-Each chunk is recomputed in backward. What chunks read in common is computed or exchanged once, and its gradients are summed
-over the chunks.
+Each chunk is recomputed in backward. Tensors that chunks share are exchanged once, and their gradients are summed over the
+chunks.
 
 Shape letters:
     B batch                             J KV heads of this rank
@@ -54,7 +54,7 @@ class LocalChunks:
         self._outs.append(out)
 
     def output(self) -> Tensor:
-        return torch.cat(self._outs, 2)
+        return torch.cat(self._outs, 2).contiguous()
 
 
 def chunks_of(
@@ -86,8 +86,8 @@ def attend_grouped_in_chunks(
 ) -> Tensor:
     """As `attend_in_chunks`, for query heads that share KV heads. Each chunk reads the KV heads of its query heads.
 
-    Keys and values are split into sections of heads, where a chunk begins or ends and where its query heads stop to be
-    evenly grouped. No chunk needs a copy of keys and values then.
+    Keys and values are split into sections of heads, at the heads where a chunk begins or ends, or where the number of its
+    query heads that read a KV head changes. No chunk needs a copy of keys and values then.
 
     Args:
         k, v: k_BSJD and v_BSJD (or S before B), the KV heads that the query heads of all chunks read.

@@ -51,7 +51,7 @@ class MLAHeadExchange(SequenceAttention):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Exchanges, expands and attends with one head chunk after the other, and returns each chunk's output.
+        """Exchanges, expands and attends with one head chunk after the other, and returns the output of all.
 
         The next chunk's exchange is in flight while a chunk computes. Each chunk's keys and values are freed after it and
         recomputed in backward.
@@ -75,4 +75,4 @@ class MLAHeadExchange(SequenceAttention):
             return self.attend_locally(q, k, v, *args, **kwargs)
 
         shared = zip(*(for_chunks(self.head_chunks, x) for x in gathered), strict=True)
-        return attend_in_chunks(chunks, shared, attend).contiguous()
+        return attend_in_chunks(chunks, shared, attend)
