@@ -127,3 +127,33 @@ def switched(way):
 @pytest.mark.parametrize("way", ["packed", "head_tail"])
 def test_switch_to_full_attention_and_back(way):
     run_ranks(2, switched, way)
+
+
+def heads_of_calls(way, name):
+    """The numbers of query and KV heads that the local attention of the first layer sees in one forward."""
+    model = (
+        moba_model("llama", name, heads=8, kv_heads=4) if "moba" in name else tiny_model("llama", heads=8, kv_heads=4)
+    )
+    handle = dmu.parallelize(model, head_chunks=2, **WAYS[way])
+    assert handle.head_chunks == 2
+    strategy = vars(model.model.layers[0].self_attn)["_ulysses"]
+    seen, original = [], strategy.kernel.__class__.__call__
+
+    def watched(self, q, k, v, **settings):
+        if self is strategy.kernel:
+            seen.append((q.shape[2], k.shape[2]))
+        return original(self, q, k, v, **settings)
+
+    strategy.kernel.__class__.__call__ = watched
+    try:
+        with torch.no_grad():
+            model(**handle.shard(random_batch(1, 16)).inputs)
+    finally:
+        strategy.kernel.__class__.__call__ = original
+    return seen
+
+
+@pytest.mark.parametrize("name", ["sdpa", "moba"])
+@pytest.mark.parametrize("way,wanted", [("packed", [(2, 1)] * 2), ("gather_kv", [(4, 2)] * 2)])
+def test_chunks_are_used(way, wanted, name):
+    assert run_ranks(2, heads_of_calls, way, name) == [wanted] * 2

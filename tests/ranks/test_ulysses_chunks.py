@@ -222,3 +222,38 @@ def test_more_chunks_than_heads():
     attention = dmu.GatherKVAttention(lambda q, k, v, **_: q, None, head_chunks=5)
     with pytest.raises(ValueError, match="head_chunks=5 must be from 1 to 4, the fewest heads"):
         attention(*whole_tensors(1, 3, 4, 2)[:3])
+
+
+def order_of_events():
+    """What a forward does, in order: starts and ends of exchanges of queries, and calls of the local attention."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+    from ds_mla_ulysses.layout import chunked_exchange
+
+    events = []
+
+    def noted(name):
+        function = getattr(chunked_exchange, name)
+
+        def call(*args):
+            events.append({"start_tokens_to_heads": "start", "wait": "wait", "write_chunk": "return"}[name])
+            return function(*args)
+
+        return mock.patch.object(chunked_exchange, name, call)
+
+    def local_attention(q, k, v):
+        events.append("attend")
+        return q
+
+    with noted("start_tokens_to_heads"), noted("wait"), noted("write_chunk"):
+        dmu.UlyssesAttention(local_attention, dist.group.WORLD, head_chunks=3)(*whole_tensors(1, 2, 6, 2, K)[:3])
+    return events
+
+
+def test_the_next_queries_travel_while_a_chunk_is_computed():
+    of_chunk = ["wait", "attend", "return"]
+    wanted = ["start", "start", *of_chunk, "start", *of_chunk, *of_chunk]
+    assert run_ranks(2, order_of_events) == [wanted] * 2
