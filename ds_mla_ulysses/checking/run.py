@@ -14,8 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..attention.chunks import check_count
 from ..errors import UlyssesValueError
 from ..hf.configs import read_config, refuse_endless
+from ..hf.tiled_layers import check_mlp_tile
 from ..planner.strategies import STRATEGIES
 from .report import Report
 from .request import CASES, TOLERANCES, Request
@@ -30,7 +32,8 @@ def check(
     strategy: str | Sequence[str] | None = None,
     dtype: str = "float64",
     model_code: str | None = None,
-    settings: Mapping[str, Any] | None = None,
+    head_chunks: int = 1,
+    mlp_tile: int | None = None,
 ) -> Report:
     """Compares a small model of an architecture on several local processes with one process.
 
@@ -46,7 +49,8 @@ def check(
         strategy: a strategy of `parallelize`, or several; all that the model allows by default.
         dtype: "float64", in which what models compute in fp32 is widened too; or "float32".
         model_code: "FILE.py:Class", the model's class if it is not in transformers. The file is run.
-        settings: further arguments of `parallelize`, such as {"mlp_tile": 5}, which JSON can say.
+        head_chunks, mlp_tile: arguments of `parallelize`. The small model has few heads: with 2 processes, 2 chunks usually
+            fit.
 
     Returns:
         the Report. `print(report)` shows it; `report.verdict` is "equal", "different", "fails" (after `parallelize`
@@ -56,6 +60,7 @@ def check(
         ValueError: there is no such config, strategy or dtype.
     """
     with Worker() as worker:
+        settings = {"head_chunks": head_chunks, "mlp_tile": mlp_tile}
         return worker.check(make_request(config, sp_size, strategy, dtype, model_code, settings=settings))
 
 
@@ -72,9 +77,10 @@ def make_request(
     """Returns what is asked of a worker.
 
     Args:
-        config, sp_size, strategy, dtype, model_code, settings: see `check`.
+        config, sp_size, strategy, dtype, model_code: see `check`.
         cases: the batches, of `CASES`.
         variant: settings of the small config, by dotted name.
+        settings: further arguments of `parallelize`, as JSON can say them.
 
     Raises:
         ValueError: one of them is wrong.
@@ -87,6 +93,9 @@ def make_request(
         raise UlyssesValueError(f"dtype must be one of {list(TOLERANCES)}, got {dtype!r}.")
     if type(sp_size) is not int or not 2 <= sp_size <= 8:
         raise UlyssesValueError(f"sp_size must be a number of processes from 2 to 8, got {sp_size!r}.")
+    settings = dict(settings or {})
+    check_count(settings.get("head_chunks", 1))
+    check_mlp_tile(settings.get("mlp_tile"))
     if model_code is not None:
         file, _, _ = model_code.rpartition(":")
         if not Path(file).is_file():
@@ -103,7 +112,7 @@ def make_request(
         strategies=names,
         cases=tuple(cases),
         dtype=dtype,
-        settings=dict(settings or {}),
+        settings=settings,
     )
 
 

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model-code", metavar="FILE.py:Class", help="the model's class, if it is not in transformers; the file is run"
     )
-    add("--head-chunks", type=int, metavar="N", help="an argument of parallelize")
-    add("--mlp-tile", type=int, metavar="TOKENS", help="an argument of parallelize")
+    add("--head-chunks", type=int, default=1, metavar="N", help="head_chunks of parallelize (default %(default)s)")
+    add("--mlp-tile", type=int, metavar="TOKENS", help="mlp_tile of parallelize (default: no tiles)")
     add("--json", action="store_true", help="print the report as JSON")
 
 
@@ -39,13 +39,12 @@ def run(args: argparse.Namespace) -> Report:
     Raises:
         ValueError: there is no such config or class.
     """
-    given = {"head_chunks": args.head_chunks, "mlp_tile": args.mlp_tile}
-    settings = {name: value for name, value in given.items() if value is not None}
     return check(
         args.model,
         sp_size=args.sp,
         strategy=args.strategy,
         dtype=args.dtype,
         model_code=args.model_code,
-        settings=settings,
+        head_chunks=args.head_chunks,
+        mlp_tile=args.mlp_tile,
     )
