@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..comm.collectives import accumulation_dtype
-from ..errors import UlyssesValueError
+from ..comm.kept import is_keeping
+from ..errors import UlyssesRuntimeError, UlyssesValueError
 from ..layout.heads import HeadPartition, computed_once
 
 
@@ -124,4 +125,9 @@ def for_chunks(count: int, x: Tensor) -> Iterator[Tensor]:
 
 def recomputed(fn: Callable[..., Any], *tensors: Tensor) -> Any:
     """Calls fn and keeps nothing but its arguments; backward calls it again with the same random numbers."""
+    if is_keeping():
+        raise UlyssesRuntimeError(
+            "a checkpoint that keeps attention does not go with head_chunks > 1, which frees and recomputes attention chunk by "
+            "chunk: leave one of them out."
+        )
     return checkpoint(fn, *tensors, use_reentrant=False)

@@ -22,6 +22,7 @@ from .families import AttentionModel, find_attention, is_patched
 from .handle import HANDLE, Handle
 from .moba import kernel_of
 from .patch import ModelPatch
+from .recompute import check_recompute
 from .strategies import check_layer, check_strategy, decide_strategy
 from .tested import TESTED
 
@@ -37,6 +38,7 @@ def parallelize(
     split: str = "contiguous",
     head_chunks: int = 1,
     loss_tile: int | str | None = "auto",
+    recompute: str | None = None,
     checks: str = "always",
 ) -> Handle:
     """Makes a Hugging Face decoder attend over sequences that the ranks of a group share.
@@ -70,6 +72,12 @@ def parallelize(
             is a number of local tokens; None makes the logits whole, as the plain model does. Unless it is None, a
             sequence-parallel forward that records gradients returns logits that are made when they are used, by
             `handle.loss` (and the Trainer) a tile at a time, and by anything else whole.
+        recompute: what gradient checkpointing keeps of attention. It needs checkpointing that is not reentrant, and has no
+            effect without checkpointing.
+            None: nothing; a layer's recomputation repeats attention and its forward exchanges.
+            "keep_attention": the output of attention and of all exchanges, so that neither is repeated.
+            "keep_output": the output of attention on both sides of its exchange. The exchange in front of attention is
+            repeated, and its results are not kept.
         checks: "always", "first" or "never": when to run the checks that cost a collective or a wait for the device
             (are the batches of a group equal, are labels in the vocabulary, is the loss the same on all ranks).
             `ds_mla_ulysses/hf/checks.py` says what each costs. "first" runs each of them once.
@@ -90,6 +98,7 @@ def parallelize(
         "split": split,
         "head_chunks": head_chunks,
         "loss_tile": loss_tile,
+        "recompute": recompute,
         "checks": checks,
         "sp_size": sp_size,
         "a group was given": group is not None,
@@ -119,7 +128,7 @@ def parallelize(
             _logger.warning("strategy='auto' chose %s", why)
     for layer in found.layers:
         check_layer(layer, name, sequence_group.size, head_chunks)
-    patch = ModelPatch(model, found, sequence_group, kernels, name, head_chunks, loss_tile)
+    patch = ModelPatch(model, found, sequence_group, kernels, name, head_chunks, loss_tile, recompute)
     handle = Handle(patch, data_rank=data_rank, data_size=data_size, why=why, checks=policy)
     patch.apply(**{HANDLE: handle})
     return handle
@@ -130,6 +139,7 @@ def _check_settings(model: nn.Module, **settings: Any) -> tuple[Auto | None, Che
     auto = check_strategy(settings["strategy"], settings["split"], settings["head_chunks"])
     policy, sp_size = Checks(settings["checks"]), settings["sp_size"]
     check_loss_tile(settings["loss_tile"])
+    check_recompute(settings["recompute"], settings["head_chunks"])
     if sp_size is not None and type(sp_size) is not int:
         raise UlyssesTypeError(f"sp_size must be an int, got {sp_size!r}.")
     if sp_size is not None and sp_size < 1:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ..comm.collectives import all_to_all, start_all_to_all, wait
 from ..comm.group import SequenceGroup
+from ..comm.kept import kept
 from .wire import (
     empty_blocks,
     plan_of,
@@ -54,7 +55,10 @@ def tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group: Sequ
     Returns:
         x_SBW, from which `local_heads` takes the blocks.
     """
-    return _tokens_to_heads(list(blocks_TBHD), query_heads, group.size, group.rank, group.name, direction)
+    return kept(
+        lambda: _tokens_to_heads(list(blocks_TBHD), query_heads, group.size, group.rank, group.name, direction),
+        arriving=True,
+    )
 
 
 def start_tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group: SequenceGroup) -> Tensor:
@@ -64,7 +68,9 @@ def start_tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group
         *pending* [S, B, W], for `TokensToHeads`.
     """
     blocks = [x.detach() for x in blocks_TBHD]
-    return _start_tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name)
+    return kept(
+        lambda: _start_tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name), arriving=True
+    )
 
 
 def local_heads(
@@ -98,9 +104,8 @@ def heads_to_tokens(
         blocks x_TBHD; with batch_first, views of contiguous [B, T, H, D].
     """
     counts = [1] * len(pieces_SBMD) if pieces_per_block is None else list(pieces_per_block)
-    out = _heads_to_tokens(
-        list(pieces_SBMD), counts, list(heads), query_heads, group.size, group.rank, group.name, direction, batch_first
-    )
+    plain = list(heads), query_heads, group.size, group.rank, group.name, direction, batch_first
+    out = kept(lambda: _heads_to_tokens(list(pieces_SBMD), counts, *plain), arriving=False)
     return [x.transpose(0, 1) for x in out] if batch_first else out
 
 

@@ -1,0 +1,135 @@
+"""recompute="keep_attention": gradients of full recomputation, without a second attention and without a second exchange."""
+
+import collections
+
+import pytest
+import torch
+from models import assert_gradients, gradients, packed_batch, random_batch, reference_step, tiny_model
+from rank_pool import raises_on_ranks, run_ranks
+from test_parity import DOCUMENTS, sharded_step
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ds_mla_ulysses as dmu
+
+KEEPS = pytest.mark.parametrize("recompute", ["keep_attention", "keep_output"])
+NOT_REENTRANT = dict(use_reentrant=False)
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the forward calls of MoBA's operator; those of transformers' functions are counted by `watch`."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.calls = collections.Counter()
+        for module in model.modules():
+            kernel = getattr(vars(module).get("_ulysses"), "kernel", None)
+            if kernel is not None:
+                self._watch(getattr(kernel, "dense", kernel))
+
+    def _watch(self, kernel):
+        function = kernel.function
+
+        def counted(*args, **kwargs):
+            self.calls["function"] += 1
+            return function(*args, **kwargs)
+
+        kernel.function = counted
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.ds_mla_ulysses.moba_forward.default:
+            self.calls["moba"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def step(make, batch, checkpointing, strategy="packed", split="contiguous", **settings):
+    """Loss and gradients before they are summed over ranks, the bytes of the step, and calls of attention."""
+    model = make()
+    handle = dmu.parallelize(model, strategy=strategy, split=split, **settings)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(NOT_REENTRANT))
+    shard = handle.shard(batch)
+    with Attentions(model) as attentions, dmu.TrafficMeter() as meter:
+        loss = handle.loss(model(**shard.inputs).logits, shard)
+        loss.backward()
+    exchanged = {key: n for key, n in meter.bytes.items() if key[1] != "setup"}
+    return loss.item(), gradients(model), exchanged, dict(attentions.calls)
+
+
+def kept_like_recomputed(make, batch, recompute, **way):
+    plain = step(make, batch, False, **way)
+    full = step(make, batch, True, **way)
+    got = step(make, batch, True, recompute=recompute, **way)
+    assert got[0] == full[0] == plain[0]
+    assert got[1].keys() == full[1].keys()
+    for name, grad in full[1].items():
+        assert torch.equal(got[1][name], grad), name
+    assert got[3] == plain[3] and full[3] == {name: 2 * n for name, n in plain[3].items()}
+    backward = {key: n for key, n in plain[2].items() if key[1] == "backward"}
+    assert {key: n for key, n in got[2].items() if key[1] == "backward"} == backward
+    forward, repeated = (sum(n for key, n in x[2].items() if key[1] == "forward") for x in (plain, got))
+    assert sum(n for key, n in full[2].items() if key[1] == "forward") == 2 * forward
+    if recompute == "keep_attention":
+        assert repeated == forward
+    else:  # gather_kv has nothing to return
+        assert forward < repeated < 2 * forward or (way["strategy"] == "gather_kv" and repeated == 2 * forward)
+    return got
+
+
+def of_family(family, recompute, way, kind="packed", dtype=torch.float64, **config):
+    batch = packed_batch(DOCUMENTS) if kind == "packed" else random_batch(1, 32)
+
+    def make():
+        return tiny_model(family, dtype, **config)
+
+    return kept_like_recomputed(make, batch, recompute, **way)[3]
+
+
+WAYS = {
+    "packed": dict(strategy="packed"),
+    "latent_kv": dict(strategy="latent_kv"),
+    "latent_qkv": dict(strategy="latent_qkv"),
+    "gather_kv": dict(strategy="gather_kv"),
+    "head_tail": dict(strategy="gather_kv", split="head_tail"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@KEEPS
+def test_deepseek(way, recompute):
+    run_ranks(2, of_family, "deepseek_v3", recompute, WAYS[way])
+
+
+def moba(family, recompute, way, **settings):
+    config = dmu.MoBAConfig(block_size=8, top_k=2, full_attention_layers=1, **settings)
+    dmu.register_moba(config, name=f"kept_{family}_{settings.get('implementation', 'any')}")
+    name = f"kept_{family}_{settings.get('implementation', 'any')}"
+    return of_family(family, recompute, way, attn_implementation=name)
+
+
+@pytest.mark.parametrize(
+    "family,way,config",
+    [
+        ("glm4_moe_lite", "packed", {}),
+        ("glm4_moe_lite", "latent_kv", dict(heads=5)),
+        ("kimi_k25", "latent_kv", {}),
+        ("longcat_flash", "packed", {}),  # two attentions in a layer
+        ("llama", "packed", dict(kv_heads=2)),
+        ("llama", "head_tail", dict(kv_heads=1)),
+        ("qwen3_moe", "packed", dict(kv_heads=2)),
+        ("qwen3_moe", "gather_kv", dict(attn_implementation="eager", kv_heads=2)),
+        ("gemma3_text", "packed", dict(kv_heads=2)),  # windows, with a mask
+        ("gemma2", "packed", dict(attn_implementation="eager")),  # soft caps
+        ("gpt_oss", "packed", dict(attn_implementation="eager", kv_heads=2)),  # sinks, which are parameters
+        ("gpt_oss", "head_tail", dict(attn_implementation="eager", kv_heads=2)),
+    ],
+)
+@KEEPS
+def test_families(family, way, config, recompute):
+    run_ranks(2, of_family, family, recompute, WAYS[way], **config)
+
+
+@pytest.mark.parametrize("family,way", [("llama", "packed"), ("deepseek_v3", "packed"), ("llama", "head_tail")])
+@KEEPS
+def test_moba(family, way, recompute):
+    for calls in run_ranks(2, moba, family, recompute, WAYS[way]):
+        assert calls["moba"] > 0
