@@ -34,6 +34,9 @@ from ..errors import UlyssesRuntimeError
 
 T = TypeVar("T")
 
+#: What is kept: the result of an exchange in front of attention, of attention, and of the exchange of its output.
+ARRIVING, ATTENTION, RETURNED = "an exchange in front of attention", "attention", "the exchange of its output"
+
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
@@ -73,7 +76,7 @@ class _Kept:
 
     def __init__(self, arriving: bool) -> None:
         self.arriving, self.recomputes = arriving, False
-        self._values: list[Any] = []
+        self._values: list[tuple[str, Any]] = []
         self._next = 0
 
     @property
@@ -83,21 +86,23 @@ class _Kept:
     def begin_recomputation(self) -> None:
         self.recomputes, self._next = True, 0
 
-    def put(self, value: Any) -> None:
-        """Keeps a tensor or a nested structure of them."""
-        self._values.append(tree_map_only(Tensor, _Unchanged, value))
+    def put(self, kind: str, value: Any) -> None:
+        """Keeps a tensor or a nested structure of them. `kind` says what it is the result of."""
+        self._values.append((kind, tree_map_only(Tensor, _Unchanged, value)))
 
-    def take(self) -> Any:
+    def take(self, kind: str) -> Any:
         """Returns the next value, and keeps it no longer."""
-        if self._next >= len(self._values):
+        found, value = self._values[self._next] if self._next < len(self._values) else (None, None)
+        if found != kind:
             raise UlyssesRuntimeError(
-                "recomputing a layer called attention more often than its forward did, so what was kept does not belong to "
-                "it: do not change the model or its attention between forward and backward."
+                f"recomputing a layer came to {kind} where its forward came to {found}, so what was kept does not belong to "
+                "it: do not change the model between forward and backward, and if its layers are compiled, use recompute= of "
+                "parallelize or install instead of a context_fn."
             )
-        value, self._values[self._next] = self._values[self._next], _TAKEN
-        self._next += 1
         if value is _TAKEN:
             raise UlyssesRuntimeError(_TWICE)
+        self._values[self._next] = kind, _TAKEN
+        self._next += 1
         return tree_map_only(_Unchanged, _Unchanged.get, value)
 
 
@@ -173,20 +178,20 @@ def is_keeping() -> bool:
     return not torch.compiler.is_compiling() and _RUNNING.get() is not None
 
 
-def kept(call: Callable[[], T], *, arriving: bool) -> T:
+def kept(call: Callable[[], T], kind: str) -> T:
     """Returns the result of the call; in a recomputation the result that was kept, without calling.
 
     Args:
         call: makes tensors, or a list of them, outside of any graph.
-        arriving: whether it is an exchange in front of attention, which `keep_output` repeats.
+        kind: ARRIVING, RETURNED or ATTENTION.
     """
     running = _RUNNING.get() if is_keeping() else None
-    if running is None or (arriving and not running.arriving):
+    if running is None or (kind == ARRIVING and not running.arriving):
         return call()
     if running.recomputes:
-        return running.take()  # type: ignore[no-any-return]
+        return running.take(kind)  # type: ignore[no-any-return]
     result = call()
-    running.put(result)
+    running.put(kind, result)
     return result
 
 
@@ -214,7 +219,7 @@ def attend_once(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
             return attend(*of_args, **of_kwargs)
 
     if not places:  # nothing to differentiate
-        return kept(lambda: attend_to().detach(), arriving=False)
+        return kept(lambda: attend_to().detach(), ATTENTION)
     given = [leaves[i] for i in places]
     return _AttendOnce.apply(attend_to, running, *given)  # type: ignore[no-any-return]
 
@@ -226,7 +231,7 @@ class _AttendOnce(torch.autograd.Function):
     def forward(ctx: Any, attend: Callable[..., Tensor], kept: _Kept, *given: Tensor) -> Tensor:
         ctx.save_for_backward(*given)
         if kept.recomputes:
-            out, states = kept.take()
+            out, states = kept.take(ATTENTION)
             _set_random_states(states, given)
             return out
         before = _random_states(given)
@@ -234,7 +239,7 @@ class _AttendOnce(torch.autograd.Function):
         out = ctx.graph.run(attend)
         after = _random_states(given)
         drew = any(not torch.equal(*states) for states in zip(before, after, strict=True))
-        kept.put((out, after if drew else []))
+        kept.put(ATTENTION, (out, after if drew else []))
         return out
 
     @staticmethod

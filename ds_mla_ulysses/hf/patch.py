@@ -102,7 +102,7 @@ def _attention(
         return layer.kernel.plain(query, key, value, attention_mask, **kwargs)
     settings = layer.kernel.settings(documents, **kwargs)
     query, key, value = as_autocast(query, key, value)
-    attend = layer.strategy.attend if layer.patch.kept.recompute is None else layer.attend_eagerly
+    attend = layer.attend_eagerly if layer.patch.kept.is_on else layer.strategy.attend
     return attend(query.transpose(1, 2), key, value, settings), None
 
 
@@ -144,7 +144,7 @@ class ModelPatch(NotCopied):
         self.model, self.group, self.strategy, self.head_chunks = model, group, strategy, head_chunks
         self.plain_depth = 0
         self.head = DeferredHead.of(model, loss_tile)
-        self.kept = KeptLayers(found.text_model, found.layers, recompute)
+        self.kept = KeptLayers(found.text_model, found.layers, recompute, head_chunks)
         self._text_model, self._layers, self._kernels = found.text_model, found.layers, kernels
         self._implementation = _config_of(found.text_model)._attn_implementation
         self._moba_kernels = [kernel for kernel in kernels if isinstance(kernel, MoBAKernel)]

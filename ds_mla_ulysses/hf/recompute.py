@@ -34,10 +34,7 @@ def check_recompute(recompute: Any, head_chunks: int) -> None:
             f"recompute must be None (attention is recomputed with its layer) or one of {list(_CONTEXTS)}, got {recompute!r}."
         )
     if head_chunks > 1:
-        raise UlyssesValueError(
-            f"recompute={recompute!r} keeps what head_chunks={head_chunks} frees and recomputes chunk by chunk: leave one of "
-            "them out."
-        )
+        raise UlyssesValueError(_problem_of_chunks(f"recompute={recompute!r}", head_chunks))
 
 
 class KeptLayers:
@@ -47,41 +44,50 @@ class KeptLayers:
         text_model: the text model.
         attentions: its attention modules.
         recompute: what is kept; None to leave checkpointing as it is.
+        head_chunks: the number of head chunks.
+
+    Attributes:
+        is_on: whether attention is kept in the forward that runs now, or ran last, by the setting or a context_fn that the
+            user gave.
     """
 
-    def __init__(self, text_model: nn.Module, attentions: Sequence[nn.Module], recompute: str | None) -> None:
-        self.recompute = recompute
+    def __init__(
+        self, text_model: nn.Module, attentions: Sequence[nn.Module], recompute: str | None, head_chunks: int
+    ) -> None:
+        self._recompute, self._head_chunks = recompute, head_chunks
         known = set(attentions)
         # The flag is there before checkpointing is switched on. The text model itself may be the one that checkpoints.
-        every = [] if recompute is None else [x for x in text_model.modules() if hasattr(x, "gradient_checkpointing")]
+        every = [x for x in text_model.modules() if hasattr(x, "gradient_checkpointing")]
         self._layers = [x for x in every if not known.isdisjoint(x.modules())]
         self._replaced: list[tuple[nn.Module, Any]] = []
-        self._warned = False
+        self._warned = self.is_on = False
 
     def problem(self) -> str | None:
-        """Why the checkpoints of the layers cannot keep attention; None if they can, or if there are none."""
+        """Why the checkpoints of the layers cannot keep attention as they should; None if they can."""
         for layer in self._checkpointed():
-            problem = _problem_of(vars(layer).get(_FUNCTION), self.recompute)
+            problem = self._problem_of(vars(layer).get(_FUNCTION))
             if problem is not None:
                 return problem
         return None
 
     def begin(self) -> None:
         """Makes the checkpoints of a forward keep attention, until `end`."""
-        if self.recompute is None or not torch.is_grad_enabled():
+        layers, recompute = self._checkpointed(), self._recompute
+        self.is_on = any(_keeps(vars(layer).get(_FUNCTION)) for layer in layers)
+        if recompute is None:
             return
-        layers = self._checkpointed()
-        if not layers and not self._warned and any(layer.training for layer in self._layers):
+        if not layers and not self._warned and torch.is_grad_enabled() and any(x.training for x in self._layers):
             self._warned = True
             warnings.warn(
-                f"recompute={self.recompute!r} has no effect, because gradient checkpointing is off: call "
+                f"recompute={recompute!r} has no effect, because gradient checkpointing is off: call "
                 "model.gradient_checkpointing_enable(), or leave recompute out.",
                 stacklevel=2,
             )
         for layer in layers:
             function = vars(layer)[_FUNCTION]
             self._replaced.append((layer, function))
-            vars(layer)[_FUNCTION] = partial(function, context_fn=_CONTEXTS[self.recompute])
+            vars(layer)[_FUNCTION] = partial(function, context_fn=_CONTEXTS[recompute])
+            self.is_on = True
 
     def end(self) -> None:
         """Gives the layers their functions back."""
@@ -92,25 +98,39 @@ class KeptLayers:
     def _checkpointed(self) -> list[nn.Module]:
         return [layer for layer in self._layers if layer.gradient_checkpointing and layer.training]
 
+    def _problem_of(self, function: Any) -> str | None:
+        """Why a layer's checkpoint function cannot keep attention as it should."""
+        settings = function.keywords if isinstance(function, partial) else {}
+        inner = function.func if isinstance(function, partial) else function
+        if self._recompute is None:
+            chunks = self._head_chunks
+            return _problem_of_chunks("the context_fn", chunks) if chunks > 1 and _keeps(function) else None
+        name = f"recompute={self._recompute!r}"
+        # transformers wraps torch's function in one of its own to keep the inputs of layers on the host.
+        if inner is not checkpoint and getattr(inner, "__module__", None) != "transformers.modeling_utils":
+            return (
+                f"{name} needs torch.utils.checkpoint for gradient checkpointing, but layers are checkpointed by {inner!r}: "
+                "call model.gradient_checkpointing_enable()."
+            )
+        if settings.get("use_reentrant") is not False:
+            return (
+                f"{name} needs gradient checkpointing that is not reentrant: set gradient_checkpointing_kwargs="
+                "{'use_reentrant': False} in gradient_checkpointing_enable or TrainingArguments."
+            )
+        if "context_fn" in settings and settings["context_fn"] is not _CONTEXTS[self._recompute]:
+            return (
+                f"{name} brings its own context_fn, but gradient_checkpointing_kwargs has {settings['context_fn']!r}: leave "
+                "one of them out."
+            )
+        return None
 
-def _problem_of(function: Any, recompute: str | None) -> str | None:
-    """Why a checkpoint function cannot be given a context_fn."""
-    name = f"recompute={recompute!r}"
-    settings = function.keywords if isinstance(function, partial) else {}
-    inner = function.func if isinstance(function, partial) else function
-    # transformers wraps torch's function in one of its own to keep the inputs of layers on the host.
-    if inner is not checkpoint and getattr(inner, "__module__", None) != "transformers.modeling_utils":
-        return (
-            f"{name} needs torch.utils.checkpoint for gradient checkpointing, but the layers are checkpointed by {inner!r}: "
-            "call model.gradient_checkpointing_enable()."
-        )
-    if settings.get("use_reentrant") is not False:
-        return (
-            f"{name} needs gradient checkpointing that is not reentrant: call model.gradient_checkpointing_enable("
-            "gradient_checkpointing_kwargs={'use_reentrant': False}), or set gradient_checkpointing_kwargs in "
-            "TrainingArguments."
-        )
-    context_fn = settings.get("context_fn")
-    if context_fn is not None and context_fn not in _CONTEXTS.values():
-        return f"{name} brings a context_fn of its own, but gradient_checkpointing_kwargs has {context_fn!r}: remove one."
-    return None
+
+def _keeps(function: Any) -> bool:
+    """Whether a checkpoint function has a `context_fn` that keeps attention."""
+    return isinstance(function, partial) and function.keywords.get("context_fn") in _CONTEXTS.values()
+
+
+def _problem_of_chunks(name: str, head_chunks: int) -> str:
+    return (
+        f"{name} keeps attention, but head_chunks={head_chunks} frees and recomputes it chunk by chunk: leave one of them out."
+    )

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..comm.collectives import all_to_all, start_all_to_all, wait
 from ..comm.group import SequenceGroup
-from ..comm.kept import kept
+from ..comm.kept import ARRIVING, RETURNED, kept
 from .wire import (
     empty_blocks,
     plan_of,
@@ -57,7 +57,7 @@ def tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group: Sequ
     """
     return kept(
         lambda: _tokens_to_heads(list(blocks_TBHD), query_heads, group.size, group.rank, group.name, direction),
-        arriving=True,
+        ARRIVING,
     )
 
 
@@ -69,7 +69,7 @@ def start_tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group
     """
     blocks = [x.detach() for x in blocks_TBHD]
     return kept(
-        lambda: _start_tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name), arriving=True
+        lambda: _start_tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name), ARRIVING
     )
 
 
@@ -105,7 +105,7 @@ def heads_to_tokens(
     """
     counts = [1] * len(pieces_SBMD) if pieces_per_block is None else list(pieces_per_block)
     plain = list(heads), query_heads, group.size, group.rank, group.name, direction, batch_first
-    out = kept(lambda: _heads_to_tokens(list(pieces_SBMD), counts, *plain), arriving=False)
+    out = kept(lambda: _heads_to_tokens(list(pieces_SBMD), counts, *plain), RETURNED)
     return [x.transpose(0, 1) for x in out] if batch_first else out
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..comm.collectives import accumulation_dtype, all_to_all, start_all_gather, wait
 from ..comm.group import SequenceGroup
-from ..comm.kept import kept
+from ..comm.kept import ARRIVING, kept
 from .split import by_rank, in_order
 from .wire import empty_blocks, write_side_by_side
 
@@ -64,7 +64,7 @@ def start_gather_tokens(blocks_TBGD: Sequence[Tensor], group: SequenceGroup) -> 
         *pending* [S, B, W], for `GatherTokens`.
     """
     blocks = [x.detach() for x in blocks_TBGD]
-    return kept(lambda: _start_gather_tokens(blocks, group.size, group.name), arriving=True)
+    return kept(lambda: _start_gather_tokens(blocks, group.size, group.name), ARRIVING)
 
 
 def start_gather_rows(rows: Sequence[Tensor], group: SequenceGroup, batch_first: bool) -> Tensor:

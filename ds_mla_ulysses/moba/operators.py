@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..comm.collectives import accumulation_dtype
-from ..comm.kept import kept
+from ..comm.kept import ATTENTION, kept
 from .boundaries import Document, read_documents
 
 _MODULES = {
@@ -99,7 +99,7 @@ class MoBAAttention(torch.autograd.Function):
         implementation: str,
     ) -> Tensor:
         settings = max_seqlen, block_size, top_k, places, scale, implementation
-        out, lse, blocks = kept(lambda: _forward(q_THK, k_SGK, v_SGV, cu_q, cu_k, *settings), arriving=False)
+        out, lse, blocks = kept(lambda: _forward(q_THK, k_SGK, v_SGV, cu_q, cu_k, *settings), ATTENTION)
         ctx.save_for_backward(q_THK, k_SGK, v_SGV, out, lse, blocks, cu_q, cu_k)
         ctx.settings = block_size, top_k, scale, implementation
         return out

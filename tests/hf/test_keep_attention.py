@@ -100,7 +100,7 @@ def test_deepseek(way, recompute):
 
 
 def moba(family, recompute, way, **settings):
-    config = dmu.MoBAConfig(block_size=8, top_k=2, full_attention_layers=1, **settings)
+    config = dmu.MoBAConfig(block_size=8, top_k=2, full_attention_layers=(1,), **settings)
     dmu.register_moba(config, name=f"kept_{family}_{settings.get('implementation', 'any')}")
     name = f"kept_{family}_{settings.get('implementation', 'any')}"
     return of_family(family, recompute, way, attn_implementation=name)
