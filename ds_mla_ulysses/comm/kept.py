@@ -88,7 +88,9 @@ class _Kept:
 
     def put(self, kind: str, value: Any) -> None:
         """Keeps a tensor or a nested structure of them. `kind` says what it is the result of."""
-        self._values.append((kind, tree_map_only(Tensor, _Unchanged, value)))
+        # What arrives may be pending, and waiting counts as a change.
+        keep = Tensor.detach if kind == ARRIVING else _Unchanged
+        self._values.append((kind, tree_map_only(Tensor, keep, value)))
 
     def take(self, kind: str) -> Any:
         """Returns the next value, and keeps it no longer."""

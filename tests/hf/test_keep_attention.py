@@ -1,44 +1,44 @@
 """recompute="keep_attention": gradients of full recomputation, without a second attention and without a second exchange."""
 
 import collections
+import contextlib
 
 import pytest
 import torch
 from models import assert_gradients, gradients, packed_batch, random_batch, reference_step, tiny_model
 from rank_pool import raises_on_ranks, run_ranks
 from test_parity import DOCUMENTS, sharded_step
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_mla_ulysses as dmu
+from ds_mla_ulysses.moba import operators
 
 KEEPS = pytest.mark.parametrize("recompute", ["keep_attention", "keep_output"])
 NOT_REENTRANT = dict(use_reentrant=False)
 
 
-class Attentions(TorchDispatchMode):
-    """Counts the forward calls of MoBA's operator; those of transformers' functions are counted by `watch`."""
+@contextlib.contextmanager
+def counting(model):
+    """Counts calls of transformers' attention functions in a parallelized model, and of MoBA's operator."""
+    calls = collections.Counter()
 
-    def __init__(self, model):
-        super().__init__()
-        self.calls = collections.Counter()
-        for module in model.modules():
-            kernel = getattr(vars(module).get("_ulysses"), "kernel", None)
-            if kernel is not None:
-                self._watch(getattr(kernel, "dense", kernel))
-
-    def _watch(self, kernel):
-        function = kernel.function
-
-        def counted(*args, **kwargs):
-            self.calls["function"] += 1
+    def counted(name, function):
+        def call(*args, **kwargs):
+            calls[name] += 1
             return function(*args, **kwargs)
 
-        kernel.function = counted
+        return call
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.ds_mla_ulysses.moba_forward.default:
-            self.calls["moba"] += 1
-        return function(*args, **(kwargs or {}))
+    for module in model.modules():
+        kernel = getattr(vars(module).get("_ulysses"), "kernel", None)
+        if kernel is not None:
+            kernel = getattr(kernel, "dense", kernel)
+            kernel.function = counted("function", kernel.function)
+    forward = operators._forward
+    operators._forward = counted("moba", forward)
+    try:
+        yield calls
+    finally:
+        operators._forward = forward
 
 
 def step(make, batch, checkpointing, strategy="packed", split="contiguous", **settings):
@@ -48,11 +48,11 @@ def step(make, batch, checkpointing, strategy="packed", split="contiguous", **se
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(NOT_REENTRANT))
     shard = handle.shard(batch)
-    with Attentions(model) as attentions, dmu.TrafficMeter() as meter:
+    with counting(model) as calls, dmu.TrafficMeter() as meter:
         loss = handle.loss(model(**shard.inputs).logits, shard)
         loss.backward()
     exchanged = {key: n for key, n in meter.bytes.items() if key[1] != "setup"}
-    return loss.item(), gradients(model), exchanged, dict(attentions.calls)
+    return loss.item(), gradients(model), exchanged, dict(calls)
 
 
 def kept_like_recomputed(make, batch, recompute, **way):
