@@ -269,7 +269,7 @@ class _Graph:
         """Calls `attend` with the arguments and returns its output, outside of any graph."""
         with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
             # The beginning of the graph may not be the arguments themselves, which it would hold.
-            origin = torch.zeros((), requires_grad=True)
+            origin = torch.empty(0, requires_grad=True)
             inputs = [_Begin.apply(origin, x) for x in self._start]
             out = attend(*inputs)
             self._inputs: list[GradientEdge] = [get_gradient_edge(x) for x in inputs]

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -133,3 +134,83 @@ def test_families(family, way, config, recompute):
 def test_moba(family, way, recompute):
     for calls in run_ranks(2, moba, family, recompute, WAYS[way]):
         assert calls["moba"] > 0
+
+
+class FlashStandIn(torch.autograd.Function):
+    """Keeps what flash attention keeps: queries, keys, values, the output and the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        (B, H, S, _), V = q.shape, v.shape[-1]
+        out, lse = v.new_ones(B, S, H, V), q.new_ones(B, H, S, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        assert (out == 1).all() and (lse == 1).all() and grad.shape == out.shape
+        return q, k, v
+
+
+@contextlib.contextmanager
+def net_bytes():
+    """A list that gets the bytes that were allocated meanwhile and not freed."""
+    found = []
+    gc.collect()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        yield found
+        gc.collect()
+    found.append(sum(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"))
+
+
+def bytes_of_step(family, way, recompute, **config):
+    """Bytes alive after forward and after backward, of a layer and local token."""
+    model = tiny_model(family, torch.bfloat16, heads=8, **config)
+    handle = dmu.parallelize(model, recompute=recompute, **WAYS[way])
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(NOT_REENTRANT))
+    for layer in model.model.layers:
+        vars(layer.self_attn)["_ulysses"].kernel.function = lambda module, q, k, v, *_, **__: (
+            FlashStandIn.apply(q, k, v),
+        )
+    shard = handle.shard(random_batch(1, 64))
+
+    def step():
+        with net_bytes() as after_forward:
+            out = model(**shard.inputs, use_cache=False).logits.materialise().sum()
+        with net_bytes() as of_backward:
+            out.backward()
+            model.zero_grad()
+        return after_forward[0], after_forward[0] + of_backward[0]
+
+    step()
+    of_token = len(model.model.layers) * shard.inputs["input_ids"].shape[1]
+    return [n / of_token for n in step()]
+
+
+def kept_bytes(family, way, config):
+    full, attention, output = (
+        bytes_of_step(family, way, x, **config) for x in (None, "keep_attention", "keep_output")
+    )
+    assert full[1] == attention[1] == output[1], (full, attention, output)  # all is freed in backward
+    return attention[0] - full[0], output[0] - full[0]
+
+
+N, R, V, L, H, G, P = 16, 8, 12, 24, 8, 4, 2
+#: Of attention and its exchange back, and of the exchanges in front of it.
+PRICES = {
+    ("llama", "packed"): (H * 6 * 2 + 4 * H + H * 6 * 2, (H * 6 + G * 12) * 2),
+    ("llama", "gather_kv"): (H * 6 * 2 + 4 * H, P * G * 12 * 2),
+    ("deepseek_v3", "packed"): (H * V * 2 + 4 * H + H * V * 2, (H * (N + R + N + V) + P * R) * 2),
+    ("deepseek_v3", "latent_kv"): (H * V * 2 + 4 * H + H * V * 2, (H * (N + R) + P * (L + R)) * 2),
+    ("deepseek_v3", "gather_kv"): (H * V * 2 + 4 * H, P * (L + R) * 2),
+}
+
+
+@pytest.mark.parametrize("family,way", PRICES)
+def test_price_in_bytes(family, way):
+    """In bf16: H V 2 + 4 H of attention, H V 2 of what comes back, and what arrives."""
+    output, arriving = PRICES[family, way]
+    config = dict(kv_heads=G) if family == "llama" else {}
+    for found in run_ranks(P, kept_bytes, family, way, config):
+        assert found == (output + arriving, output)
