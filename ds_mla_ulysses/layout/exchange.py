@@ -68,9 +68,7 @@ def start_tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group
         *pending* [S, B, W], for `TokensToHeads`.
     """
     blocks = [x.detach() for x in blocks_TBHD]
-    return kept(
-        lambda: _start_tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name), ARRIVING
-    )
+    return kept(lambda: _start_tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name), ARRIVING)
 
 
 def local_heads(
