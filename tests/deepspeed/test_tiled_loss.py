@@ -81,14 +81,14 @@ def zero_config(stage, **more):
     return config
 
 
-def compare_update(name, way, stage, tile=4, smoothing=0.0, checkpointing=False, steps=2):
+def compare_update(name, way, stage, tile=4, smoothing=0.0, checkpointing=False, recompute=None, steps=2):
     """Tiles of 4 of a rank's 22 tokens, two micro-batches with different numbers of labels."""
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.hf.lazy_logits import LazyLogits
 
     model = build(name, way)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    handle = dmu.parallelize(model, loss_tile=tile)
+    handle = dmu.parallelize(model, loss_tile=tile, recompute=recompute)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     engine, *_ = dmu.initialize(model=model, config=zero_config(stage), handle=handle)
