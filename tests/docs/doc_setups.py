@@ -20,7 +20,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from models import packed_batch, per_document_step, random_batch, tiny_model
+from models import (
+    assert_gradients,
+    gradients,
+    packed_batch,
+    per_document_step,
+    random_batch,
+    reference_step,
+    tiny_model,
+)
 from trainer_runs import Collate, fresh_state, samples
 
 Names = dict[str, Any]
@@ -222,6 +230,19 @@ def tiled_loss(_: Path) -> Iterator[Names]:
     assert abs(names["loss"].item() - want) < 1e-6 * want
     assert names["predicted"].shape == names["shard"].shift_labels.shape
     handle.restore()
+
+
+@contextlib.contextmanager
+def keep_attention(_: Path) -> Iterator[Names]:
+    batch = random_batch(2, 16)
+    names = _names(model=tiny_model("deepseek_v3"), batch=batch)
+    with names["dmu"].TrafficMeter() as meter:
+        yield names
+    assert meter.calls["all_to_all", "forward"] == 2 * len(names["model"].model.layers)
+    names["handle"].sum_gradients()
+    plain = tiny_model("deepseek_v3")
+    assert_gradients(gradients(names["model"]), reference_step(plain, batch)[1], 1e-6)
+    names["handle"].restore()
 
 
 @contextlib.contextmanager
@@ -486,6 +507,7 @@ SETUPS: dict[str, Setup] = {
     "head_tail": parallelizes,
     "initialize": initialize,
     "initialize_cpu": initialize,
+    "keep_attention": keep_attention,
     "long_evaluation": with_batch,
     "loop": loop,
     "meter": with_batch,

@@ -140,6 +140,25 @@ def test_families(family, way, config, recompute):
     run_ranks(2, of_family, family, recompute, WAYS[way], **config)
 
 
+def flash(recompute, way):
+    """A stand-in of flash attention, which takes all documents in one call."""
+    from test_backends import flash_stand_in
+
+    flash_stand_in(2)
+
+    def make():
+        model = tiny_model("deepseek_v3")
+        model.config._attn_implementation = "flash_attention_2"
+        return model
+
+    return kept_like_recomputed(make, packed_batch(DOCUMENTS), recompute, **way)[3]
+
+
+@pytest.mark.parametrize("way", ["packed", "head_tail"])
+def test_flash_attention(way):
+    run_ranks(2, flash, "keep_attention", WAYS[way])
+
+
 @pytest.mark.parametrize("family,way", [("llama", "packed"), ("deepseek_v3", "packed"), ("llama", "head_tail")])
 @KEEPS
 def test_moba(family, way, recompute):
