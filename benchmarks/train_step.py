@@ -9,7 +9,8 @@ by ours, pair by pair. Sharding the batch is not timed.
 
 Stock is `deepspeed.initialize` with the mpu of DeepSpeed's sequence parallelism. Llama runs on `UlyssesSPAttentionHF`.
 DeepSeek-V3, which that class refuses, runs on `DistributedAttention` with K and V of all heads, through transformers'
-AttentionInterface. The loss of stock follows DeepSpeed's recipe: two all-gathers, one of the ranks' losses and one of their
+AttentionInterface. With --recompute, both sides are ours with gradient checkpointing: `recompute` recomputes whole layers,
+the other side keeps attention. The loss of stock follows DeepSpeed's recipe: two all-gathers, one of the ranks' losses and one of their
 numbers of tokens. Ours is `ds_mla_ulysses.initialize` and the loop of the README: one all-reduce for the number of tokens
 and one for the loss.
 
@@ -58,11 +59,13 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def ours(args: argparse.Namespace, model: torch.nn.Module) -> tuple[Step, Any]:
-    """A step, and the group that shards its batch."""
+def ours(args: argparse.Namespace, model: torch.nn.Module, recompute: str | None = None) -> tuple[Step, Any]:
+    """A step, and the group that shards its batch. With --recompute, its layers are recomputed in backward."""
     import ds_mla_ulysses as dmu
 
-    handle = dmu.parallelize(model, **STRATEGIES[args.strategy])
+    handle = dmu.parallelize(model, recompute=recompute, **STRATEGIES[args.strategy])
+    if args.recompute is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine, *_ = dmu.initialize(model=model, config=settings(args), handle=handle)
 
     def step(shard: Shard) -> float:
@@ -113,22 +116,32 @@ def stock(args: argparse.Namespace, model: torch.nn.Module) -> Step:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds and losses of both sides, step by step."""
-    import deepspeed
-    import transformers
     from deepspeed.utils import groups
 
-    import ds_mla_ulysses as dmu
     from ds_mla_ulysses.comm.group import SequenceGroup
 
     def new() -> torch.nn.Module:
         return build(args.model, pairs.DTYPES[args.dtype])
 
+    if args.recompute is not None:
+        both = {"recompute": ours(args, new()), args.recompute: ours(args, new(), args.recompute)}
+        return timed(args, both)
     # Ours is built first: `initialize` removes its mpu from DeepSpeed again, but that of stock stays, and
     # UlyssesSPAttentionHF replaces transformers' sdpa, which our model has looked up by then.
     our_step, our_group = ours(args, new())
     assert groups.mpu is None
-    steps = {"stock": stock(args, new()), args.strategy: our_step}
-    held = {"stock": SequenceGroup.of(dist.group.WORLD), args.strategy: our_group}
+    both = {"stock": (stock(args, new()), SequenceGroup.of(dist.group.WORLD)), args.strategy: (our_step, our_group)}
+    return timed(args, both)
+
+
+def timed(args: argparse.Namespace, sides: dict[str, tuple[Step, Any]]) -> dict[str, Any]:
+    """Seconds and losses of the sides, each a step and the group that shards its batch."""
+    import deepspeed
+    import transformers
+
+    import ds_mla_ulysses as dmu
+
+    steps, held = ({name: side[i] for name, side in sides.items()} for i in (0, 1))
     times: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     for pair in range(pairs.WARMUP + args.pairs):
@@ -159,7 +172,7 @@ def apart(losses: dict[str, list[float]]) -> float:
 
 
 def rows(args: argparse.Namespace, found: dict[str, Any]) -> list[dict[str, Any]]:
-    seconds, base = found["seconds"], found["seconds"]["stock"]
+    seconds, base = found["seconds"], next(iter(found["seconds"].values()))
     table = []
     for name, ours in seconds.items():
         speed = [round(args.tokens / s) for s in reversed(quartiles(ours))]
@@ -176,6 +189,11 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default="deepseek_v3")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), nargs="+", default=[2, 3])
     parser.add_argument("--strategy", choices=STRATEGIES, default="packed", help="our strategy")
+    parser.add_argument(
+        "--recompute",
+        choices=("keep_attention", "keep_output"),
+        help="compare ours under gradient checkpointing: whole layers recomputed, and layers that keep attention",
+    )
     parser.set_defaults(tokens=1024)
     args = parser.parse_args()
     if args.ranks < 2 or args.pairs < 1:

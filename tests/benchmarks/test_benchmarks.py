@@ -51,6 +51,14 @@ def test_train_step(model, stage):
     assert len(set(stock)) == 5  # it trains, and on other tokens each time
 
 
+def test_train_step_that_keeps_attention():
+    words = ["--model", "llama", "--zero-stage", "2", "--tokens", "64", "--pairs", "1", "--dtype", "fp32"]
+    status, found = run("train_step.py", *words, "--recompute", "keep_attention")
+    assert status == 0 and [row["side"] for row in found["rows"]] == ["recompute", "keep_attention"]
+    whole, kept = found["losses"]["2"].values()
+    assert whole == kept and len(set(whole)) == 4
+
+
 def test_host():
     status, found = run("host.py", "--repetitions", "2", "--ranks", "2")
     assert status == 0 and found["ranks"] == 2

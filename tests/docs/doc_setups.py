@@ -243,6 +243,19 @@ def mlp_tile(_: Path) -> Iterator[Names]:
 
 
 @contextlib.contextmanager
+def keep_attention(_: Path) -> Iterator[Names]:
+    batch = random_batch(2, 16)
+    names = _names(model=tiny_model("deepseek_v3"), batch=batch)
+    with names["dmu"].TrafficMeter() as meter:
+        yield names
+    assert meter.calls["all_to_all", "forward"] == 2 * len(names["model"].model.layers)
+    names["handle"].sum_gradients()
+    plain = tiny_model("deepseek_v3")
+    assert_gradients(gradients(names["model"]), reference_step(plain, batch)[1], 1e-6)
+    names["handle"].restore()
+
+
+@contextlib.contextmanager
 def aux_loss(_: Path) -> Iterator[Names]:
     batch = random_batch(2, 17)
     with _parallel(tiny_model("qwen3_moe"), batch=batch) as names:
@@ -504,6 +517,7 @@ SETUPS: dict[str, Setup] = {
     "head_tail": parallelizes,
     "initialize": initialize,
     "initialize_cpu": initialize,
+    "keep_attention": keep_attention,
     "long_evaluation": with_batch,
     "loop": loop,
     "meter": with_batch,

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import raises_on_ranks
-from trainer_runs import Collate, Run, assert_equal, equals_one_process, over_ranks, reference, samples, sharded
+from rank_pool import raises_on_ranks, run_ranks
+from trainer_runs import Collate, Hashed, Run, assert_equal, equals_one_process, over_ranks, reference, samples, sharded
+
+import ds_mla_ulysses
 
 
 @pytest.mark.parametrize("size,clip", [(2, 0.0), (4, 0.5), (4, 0.0)])
@@ -100,6 +103,24 @@ def test_label_smoothing(accumulation):
 def test_tiles_of_the_loss(stage, tile):
     args = (("label_smoothing_factor", 0.2), ("gradient_accumulation_steps", 2))
     equals_one_process(2, Run(stage=stage, args=args, loss_tile=tile))
+
+
+def forward_exchanges(run):
+    """How many exchanges by heads a rank's layer makes in the forwards of a step, recomputation included; and warnings."""
+    with ds_mla_ulysses.TrafficMeter() as meter, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharded(run)
+    return meter.calls["all_to_all", "forward"] / 2, [w for w in caught if "recompute=" in str(w.message)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_recomputation_that_keeps_attention(stage):
+    args = (("gradient_checkpointing", True), ("gradient_checkpointing_kwargs", Hashed(use_reentrant=False)))
+    run = Run(stage=stage, args=args, recompute="keep_attention")
+    equals_one_process(2, run)
+    run = dataclasses.replace(run, steps=1)
+    assert run_ranks(2, forward_exchanges, run) == [(2, [])] * 2
+    assert run_ranks(2, forward_exchanges, dataclasses.replace(run, recompute=None)) == [(4, [])] * 2
 
 
 def of_each_group():
