@@ -50,6 +50,7 @@ from .sharded_weights import (
     package_of,
     whole_shapes,
     without_hooks,
+    without_tensor_hooks,
 )
 
 #: Elementwise operations, recorded if everything but the logits is a number, a bool, None or a dtype.
@@ -230,9 +231,10 @@ class _Real(torch.autograd.Function):
 
         def through_head(factor: Tensor) -> list[Tensor | None]:
             inputs = [leaf, *call.trained] if call.takes_gradient else list(call.trained)
-            grads = torch.autograd.grad(
-                logits, inputs, scaled(grad, factor, grad.dtype), retain_graph=True, allow_unused=True
-            )
+            with without_tensor_hooks(call.trained):
+                grads = torch.autograd.grad(
+                    logits, inputs, scaled(grad, factor, grad.dtype), retain_graph=True, allow_unused=True
+                )
             return list(grads) if call.takes_gradient else [None, *grads]
 
         call.left.append((call.one(), through_head))
@@ -300,7 +302,7 @@ class LazyLogits(Tensor):
         """`sum_of_cross_entropies` in tiles. With a head that ZeRO-3 shards it is a collective of all ranks."""
         call = self._call
         records = torch.is_grad_enabled() and self.requires_grad
-        with gathered(call.parameters):
+        with gathered(call.parameters), without_tensor_hooks(call.trained):
             sums = tiled_sum_of_cross_entropies(
                 lambda hidden: self._operations(call.logits(hidden)),
                 call.hidden,

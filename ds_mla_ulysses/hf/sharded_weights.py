@@ -141,6 +141,19 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
             m._forward_hooks, m._forward_pre_hooks = after, before
 
 
+@contextmanager
+def without_tensor_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside the block, the parameters' own hooks do not run. They are to see whole gradients, when autograd adds these."""
+    hooks = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    for p, _ in hooks:
+        p._backward_hooks = None
+    try:
+        yield
+    finally:
+        for p, of_parameter in hooks:
+            p._backward_hooks = of_parameter
+
+
 def has_hooks_of_the_user(modules: Sequence[nn.Module]) -> bool:
     """Whether modules have hooks other than DeepSpeed's."""
     if any(m._backward_hooks or m._backward_pre_hooks for m in modules):

@@ -35,7 +35,14 @@ from ..errors import UlyssesRuntimeError, UlyssesTypeError, UlyssesValueError
 from .arguments import NotCopied, by_name
 from .families import UnsupportedModelError
 from .lazy_logits import is_linear
-from .sharded_weights import gathered, gathered_until_accumulated, has_hooks_of_the_user, without_hooks
+from .sharded_weights import (
+    gathered,
+    gathered_until_accumulated,
+    has_hooks_of_the_user,
+    package_of,
+    without_hooks,
+    without_tensor_hooks,
+)
 
 #: The arguments of routed experts in transformers: tokens [N, D], and [N, experts of a token] their experts and weights.
 _OF_EXPERTS = (
@@ -67,7 +74,7 @@ def tiled_forwards(text_model: nn.Module, mlp_tile: int) -> list[tuple[nn.Module
     found, norms = [], 0
     for module, names, is_norm in _find(text_model):
         norms += is_norm
-        found.append((module, TiledForward(module, names, mlp_tile * width)))
+        found.append((module, TiledForward(module, names, mlp_tile * width, draws=not is_norm)))
     if len(found) == norms:
         raise UnsupportedModelError(
             f"mlp_tile={mlp_tile} needs MLPs or experts that compute each token by itself, but {type(text_model).__name__} "
@@ -99,6 +106,12 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.models.")
 
 
+def _has_known_forward(module: nn.Module) -> bool:
+    """Whether a module has the forward of a class of transformers, or one that Liger has put in its place."""
+    forward = vars(module).get("forward")
+    return _is_of_transformers(module) and (forward is None or package_of(forward) == "liger_kernel")
+
+
 def _is_norm(module: nn.Module, names: tuple[str, ...]) -> bool:
     """Whether a module normalises the last dimension. Modules with another instance's forward, as Liger's, save little."""
     if "forward" in vars(module) or len(names) != 1 or list(module.children()):
@@ -109,24 +122,21 @@ def _is_norm(module: nn.Module, names: tuple[str, ...]) -> bool:
     return is_named and _is_of_transformers(module) and all(p.ndim == 1 for p in module.parameters())
 
 
-def _is_activation(module: nn.Module) -> bool:
-    return type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations")
+def _is_simple(module: nn.Module) -> bool:
+    """Whether a module is an activation, dropout, or a norm."""
+    is_activation = type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    return is_activation or type(module) in (nn.Dropout, nn.Identity) or _is_norm(module, _argument_names(module))
 
 
 def _is_mlp(module: nn.Module, names: tuple[str, ...]) -> bool:
-    children = list(module.children())
-    linear = [child for child in children if is_linear(child) or type(child).__name__ == "Conv1D"]
-    others = [child for child in children if child not in linear]
+    linear = [child for child in module.children() if is_linear(child) or type(child).__name__ == "Conv1D"]
     return (
         len(names) == 1
         and len(linear) >= 2
-        and _is_of_transformers(module)
+        and _has_known_forward(module)
         and not list(module.parameters(recurse=False))
         and not list(module.buffers(recurse=False))
-        and all(
-            _is_activation(child) or type(child) in (nn.Dropout, nn.Identity) or _is_norm(child, _argument_names(child))
-            for child in others
-        )
+        and all(child in linear or _is_simple(child) for child in module.children())
     )
 
 
@@ -134,9 +144,9 @@ def _is_experts(module: nn.Module, names: tuple[str, ...]) -> bool:
     return (
         names in _OF_EXPERTS
         and type(module).__name__.endswith("Experts")
-        and _is_of_transformers(module)
+        and _has_known_forward(module)
         and all(p.is_floating_point() for p in module.parameters())
-        and all(_is_activation(child) for child in module.children())
+        and all(_is_simple(child) for child in module.children())
     )
 
 
@@ -150,10 +160,11 @@ class TiledForward(NotCopied):
         module: whose forward computes each token by itself.
         names: of the forward's arguments, all of which have tokens in front of the last dimension.
         elements: of the first argument in a tile, at most, unless a single token has more.
+        draws: whether it may draw random numbers, which backward is then to draw again.
     """
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...], elements: int) -> None:
-        self.module, self.names, self.elements = module, names, elements
+    def __init__(self, module: nn.Module, names: tuple[str, ...], elements: int, draws: bool = True) -> None:
+        self.module, self.names, self.elements, self.draws = module, names, elements, draws
         self.original, self._signature = module.forward, inspect.signature(module.forward)
 
     @torch.compiler.disable
@@ -173,7 +184,8 @@ class TiledForward(NotCopied):
         if any(x.requires_grad for x in inputs):
             inputs = list(_Saved.apply(*inputs))
             node = next(x.grad_fn for x in inputs if x.grad_fn is not None)
-        call = _Call(self, parameters, trained, len(inputs), node, _autocast(inputs[0]), _random_state(self, inputs))
+        random = _random_state(inputs) if self.draws else None
+        call = _Call(self, parameters, trained, len(inputs), node, _autocast(inputs[0]), random)
         with gathered(parameters):
             result: Tensor = _Tiles.apply(call, *inputs, *trained)
         return result
@@ -204,7 +216,7 @@ class TiledForward(NotCopied):
         """The tokens of each tile, and its part of each tensor, with as many dimensions as the tensor has."""
         flat = [x.reshape(-1, x.shape[-1]) for x in tensors]
         tile = max(1, self.elements // flat[0].shape[1])
-        for start in range(0, len(flat[0]), tile):
+        for start in range(0, max(1, len(flat[0])), tile):
             here = slice(start, start + tile)
             yield (
                 here,
@@ -268,6 +280,7 @@ class _Tiles(torch.autograd.Function):
         inputs: tuple[Tensor, ...] = (ctx if call.saved is None else call.saved).saved_tensors
         takes = list(ctx.needs_input_grad[1 : 1 + call.inputs])
         with gathered_until_accumulated(call.parameters) as stay, call.forward.unhooked(), ExitStack() as stack:
+            stack.enter_context(without_tensor_hooks(call.trained))
             stack.enter_context(torch.autocast(**call.autocast))
             if call.random is not None:
                 stack.enter_context(call.random())
@@ -278,7 +291,7 @@ class _Tiles(torch.autograd.Function):
 
 def _in_tiles(forward: TiledForward, inputs: Sequence[Tensor]) -> Tensor:
     """The module's result [..., D], without a graph."""
-    out: Tensor | None = None
+    out: Any = None
     leading = inputs[0].shape[:-1]
     for here, tile in forward.tiles([x.detach() for x in inputs]):
         with torch.no_grad():
@@ -289,9 +302,8 @@ def _in_tiles(forward: TiledForward, inputs: Sequence[Tensor]) -> Tensor:
                 return part.reshape(*leading, part.shape[-1])
             out = part.new_empty(leading.numel(), part.shape[-1])
         out[here] = part.flatten(0, -2)
-    if out is None:
-        raise UlyssesRuntimeError(f"{type(forward.module).__name__} was given no tokens.")
-    return out.view(*leading, out.shape[-1])
+    result: Tensor = out.view(*leading, out.shape[-1])
+    return result
 
 
 def _check_part(forward: TiledForward, part: Any, tile: Tensor) -> None:
@@ -323,14 +335,16 @@ def _gradients(
         with torch.enable_grad():
             out = call.forward.original(*leaves)
         wanted = [x for x in leaves if x.requires_grad] + list(call.trained)
-        found = iter(torch.autograd.grad(out, wanted, grad_rows[here].view_as(out), allow_unused=True))
+        found: Iterator[Tensor | None] = iter([None] * len(wanted))  # if no token of the tile has an expert
+        if out.requires_grad:
+            found = iter(torch.autograd.grad(out, wanted, grad_rows[here].view_as(out), allow_unused=True))
         del out
         for row in rows:
             if row is not None:
                 part = next(found)
                 row[here] = 0 if part is None else part.flatten(0, -2)
-        for i, part in enumerate(found):
-            sums[i] = _plus(sums[i], part)
+        for i in range(len(sums)):  # no variable holds a gradient while the next tile runs
+            sums[i] = _plus(sums[i], next(found))
     return made, [None if x is None else x.to(p.dtype) for x, p in zip(sums, call.trained, strict=True)]
 
 
@@ -349,11 +363,8 @@ def _autocast(x: Tensor) -> dict[str, Any]:
     return {"device_type": device, "dtype": torch.get_autocast_dtype(device), "enabled": is_on, "cache_enabled": False}
 
 
-def _random_state(forward: TiledForward, inputs: Sequence[Tensor]) -> Callable[[], AbstractContextManager[None]] | None:
-    """What makes a block in which the random numbers of now are drawn again; None if the module draws none."""
-    dropouts = [m for m in forward.module.modules() if isinstance(m, nn.Dropout)]
-    if not any(m.training and m.p > 0 for m in dropouts):
-        return None
+def _random_state(inputs: Sequence[Tensor]) -> Callable[[], AbstractContextManager[None]]:
+    """What makes a block in which the random numbers of now are drawn again: dropout may be a function, not a module."""
     device, state, (devices, states) = inputs[0].device.type, torch.get_rng_state(), get_device_states(*inputs)
 
     @contextmanager

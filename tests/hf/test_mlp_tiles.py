@@ -187,6 +187,145 @@ def test_dropout_is_drawn_again(checkpointing):
     assert torch.equal(before, torch.get_rng_state())
 
 
+def mlp_of(kind, dtype=torch.float64, experts="eager", **settings):
+    """An MLP or experts of transformers, 16 wide, and the forward that runs it in tiles of 3 tokens."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    if kind == "mixtral":
+        sizes |= dict(num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, num_key_value_heads=2, head_dim=8, **sizes, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=experts).train()
+    return next((m, forward) for m, forward in tiled_forwards(model.model, 3) if "Norm" not in type(m).__name__)
+
+
+@pytest.mark.parametrize("kind", ["seed_oss", "starcoder2"])
+def test_dropout_that_is_a_function(kind):
+    """These MLPs call F.dropout. With one tile, the same seed gives the same masks as without tiles."""
+    mlp, forward = mlp_of(kind, residual_dropout=0.5)
+    forward.elements = 1000
+    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    found = []
+    for call in (mlp, forward):
+        torch.manual_seed(3)
+        out = call(x)
+        torch.manual_seed(4)  # whatever others draw in between
+        found.append((out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()])))
+    assert (found[0][0] == 0).any()
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_of_adapters_equals_that_without_tiles(reentrant):
+    """One tile draws the masks of the untiled model, checkpointed alike."""
+    grads = []
+    for mlp_tile in (None, 1000):
+        model = with_lora(model_of("llama"), 0.5).train()
+        handle = dmu.parallelize(model, mlp_tile=mlp_tile)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=reentrant))
+        torch.manual_seed(5)
+        step(model, handle, random_batch(2, 13))
+        grads.append(gradients(model))
+    assert_gradients(grads[1], grads[0], 1e-10)
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize(
+    "kind,experts,dtype",
+    [
+        *(("llama", "eager", dtype) for dtype in DTYPES),
+        *(("mixtral", "eager", dtype) for dtype in DTYPES),
+        *(("mixtral", "grouped_mm", dtype) for dtype in DTYPES[1:3]),
+    ],
+)
+def test_dtypes_and_strides(kind, experts, dtype):
+    """Inputs whose tokens are not next to each other, in each dtype, against fp64."""
+    exact, _ = mlp_of(kind)
+    module, forward = mlp_of(kind, dtype, experts)
+    module.load_state_dict(exact.state_dict())
+    exact.load_state_dict(module.state_dict())
+    rows = torch.randn(16, 14).t().to(dtype)
+    x = rows if kind == "mixtral" else rows.unflatten(0, (7, 2)).transpose(0, 1)
+    others = [torch.arange(28).view(14, 2) % 4, torch.rand(14, 2).to(dtype)] if kind == "mixtral" else []
+    grad = torch.randn(x.shape)
+    found = []
+    for call, kind_of in ((forward, dtype), (exact, torch.float64)):
+        args = [y.detach().to(kind_of).requires_grad_() if y.is_floating_point() else y for y in (x, *others)]
+        assert not args[0].is_contiguous()
+        out, of = call(*args), exact if call is exact else module
+        inputs = [y for y in args if y.requires_grad]
+        found.append((out, *torch.autograd.grad(out, [*inputs, *of.parameters()], grad.to(kind_of))))
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == dtype and (got - want).norm() <= 8 * torch.finfo(dtype).eps * want.norm()
+
+
+def test_hooks_of_weights():
+    """A hook that scales the gradient of a weight runs once, and sees the sum over the tiles."""
+    mlp, forward = mlp_of("llama")
+    x, seen = torch.randn(1, 8, 16, dtype=torch.float64), []
+    want = torch.autograd.grad(mlp(x).sum(), mlp.up_proj.weight)[0]
+    handle = mlp.up_proj.weight.register_hook(lambda g: seen.append(g) or 0.5 * g)
+    forward(x).sum().backward()
+    assert len(seen) == 1
+    assert torch.allclose(mlp.up_proj.weight.grad, 0.5 * want, rtol=1e-12, atol=1e-14)
+    handle.remove()
+    forward(x).sum().backward()
+    assert len(seen) == 1
+
+
+def test_no_tokens_and_tokens_without_experts():
+    mlp, forward = mlp_of("llama")
+    empty = torch.zeros(1, 0, 16, dtype=torch.float64, requires_grad=True)
+    forward(empty).sum().backward()
+    assert empty.grad.shape == (1, 0, 16) and not mlp.up_proj.weight.grad.any()
+    experts, forward = mlp_of("mixtral")
+    x = torch.randn(7, 16, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(7, 2, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([[4, 4]] * 3 + [[0, 3]] * 4)  # there are 4 experts; the first tile's tokens have none
+    found = []
+    for call in (experts, forward):
+        out = call(x, index, weights)
+        found.append((out, *torch.autograd.grad(out.square().sum(), [x, weights, *experts.parameters()])))
+    assert not found[0][0][:3].any()
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_compiled_layers():
+    """Compiled code runs up to the tiles and goes on after them."""
+    batch = random_batch(2, 13)
+    want = reference_step(model_of("llama"), batch)
+    model, handle = tiled(mlp_tile=5)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    step(model, handle, batch)
+    assert_gradients(gradients(model), want[1], 1e-10)
+
+
+def test_forwards_of_other_packages():
+    """Liger puts forwards on instances. Its norms hold little, so they stay; its MLPs run in tiles; others are unknown."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    model = model_of("llama")
+    _apply_liger_kernel_to_instance(model)
+    ligers = {name: vars(m)["forward"] for name, m in model.named_modules() if "forward" in vars(m)}
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.forward = lambda x: second.down_proj(x.roll(1, dims=1))
+    handle = dmu.parallelize(model, mlp_tile=4)
+    assert isinstance(vars(first)["forward"], TiledForward)
+    assert vars(first)["forward"].original.__func__.__module__.startswith("liger_kernel.")
+    assert not isinstance(vars(second)["forward"], TiledForward)
+    for name, module in model.named_modules():
+        if "Norm" in type(module).__name__:
+            assert vars(module)["forward"] is ligers[name]
+    handle.restore()
+    assert vars(first)["forward"] == ligers["model.layers.0.mlp"]
+
+
 def test_autocast():
     """Backward runs the tiles in the dtype of the forward."""
     batch = random_batch(2, 13)
