@@ -7,6 +7,9 @@ Letters, of widths and counts:
     J(p) KV heads of rank p             V value width
     n ranks of the group, r this rank   P = N + V, packed key and value of one head
     L latent width of keys and values   Q latent width of queries
+
+Bytes: an element has 2 (bf16) unless it is said to be fp32, which has 4. With n ranks, one local token is n tokens of the
+whole sequence, so a tensor [S, M, K] takes 2nMK bytes per local token.
 """
 
 from __future__ import annotations
@@ -46,6 +49,24 @@ class Computed:
     attention: float
     expanded: float
     queries: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes per local token that attention in bf16 holds on the rank with the most heads, from projected queries on.
+
+    The local attention is one that never holds scores, as flash attention: it saves queries, keys, values, its output and
+    the fp32 logarithm of each row's sum; in backward it makes an fp32 sum of the queries' gradient beside the gradients.
+
+    Attributes:
+        saved: kept from forward for backward, including the output of the local tokens, which the projection saves.
+        forward: the most that exist at a time in forward, what is saved by then included.
+        backward: the same in backward.
+    """
+
+    saved: float
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -109,6 +130,10 @@ class Strategy(ABC):
     def computed(self, work: Work) -> Computed:
         """Returns what the rank with the most work computes."""
 
+    @abstractmethod
+    def held(self, widths: MLAWidths | HeadWidths, ranks: int) -> Held:
+        """Returns the bytes per local token that attention holds, wire buffers included."""
+
     def kv_heads(self, widths: MLAWidths | HeadWidths, ranks: int) -> int:
         """Returns the most heads whose keys and values a rank holds, for all tokens, while it attends."""
         return self.most_heads(widths, ranks)
@@ -130,6 +155,46 @@ class Strategy(ABC):
         if self.exchanges_heads and widths.heads < work.ranks:
             return f"{widths.heads} heads are fewer than the ranks"
         return None
+
+
+#: Bytes of an element in bf16 and in fp32.
+BF16, FP32 = 2, 4
+
+
+def held_by_heads(
+    widths: MLAWidths | HeadWidths, ranks: int, *, arrived: float, made: float, gradients: float, local: float
+) -> Held:
+    """Returns what a strategy holds under which each rank attends with M heads and returns their output to the tokens.
+
+    Saved: what arrived and what was made of it, output and row sums of the local heads, output of the local tokens:
+    arrived + made + 2nMV + 4nM + 2HV.
+
+    Forward peaks when the output returns, whose wire carries 2(n-1)MV, while the module still holds its local tensors.
+
+    Backward peaks in the local attention: everything saved but the local tokens' output, the output's gradient 2nMV, the
+    fp32 sum 4nMK, and the gradients.
+
+    Args:
+        arrived: bytes of the tensors that the exchange made.
+        made: bytes of queries, keys or values that are made of them.
+        gradients: bytes of the gradients of queries, keys and values.
+        local: bytes of the tensors of local tokens that the module still holds when the output returns.
+    """
+    heads = HeadPartition(widths.heads, ranks).count(0)
+    attended = arrived + made + BF16 * ranks * heads * widths.value + FP32 * ranks * heads
+    saved = attended + BF16 * widths.heads * widths.value
+    kernel = FP32 * ranks * heads * widths.key + gradients
+    return Held(
+        saved,
+        local + saved + BF16 * (ranks - 1) * heads * widths.value,
+        attended + BF16 * ranks * heads * widths.value + kernel,
+    )
+
+
+def local_queries(widths: MLAWidths | HeadWidths) -> float:
+    """Returns the bytes of a local token's queries, which an MLA module holds with and without RoPE applied."""
+    queries = BF16 * widths.heads * widths.key
+    return 2 * queries + BF16 * widths.heads * widths.rope if isinstance(widths, MLAWidths) else queries
 
 
 def sent_by_heads(

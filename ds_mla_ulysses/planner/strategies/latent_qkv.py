@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...layout.widths import HeadWidths, MLAWidths
 from ..work import Work
-from .base import MLA_LAYERS, Computed, Description, Refusal, Strategy, sent_by_heads
+from .base import BF16, MLA_LAYERS, Computed, Description, Held, Refusal, Strategy, held_by_heads, sent_by_heads
 
 
 class LatentQKV(Strategy):
@@ -47,3 +47,19 @@ class LatentQKV(Strategy):
     def computed(self, work: Work) -> Computed:
         pairs = work.tokens * self.most_heads(work.widths, work.ranks)
         return Computed(self.imbalance_of_heads(work), expanded=pairs, queries=pairs)
+
+    def held(self, widths: MLAWidths | HeadWidths, ranks: int) -> Held:
+        """Latents arrive, from which the module makes queries, keys and values of all tokens.
+
+        While the output returns, it still holds its queries without RoPE applied.
+        """
+        assert isinstance(widths, MLAWidths)
+        heads, of_latents = self.most_heads(widths, ranks), (widths.query_latent or 0) + widths.latent + widths.rope
+        return held_by_heads(
+            widths,
+            ranks,
+            arrived=BF16 * ranks * of_latents,
+            made=BF16 * ranks * heads * (2 * widths.key + widths.nope + widths.value),
+            gradients=BF16 * ranks * heads * (2 * widths.key + widths.value),
+            local=BF16 * ranks * heads * (widths.key + widths.rope),
+        )

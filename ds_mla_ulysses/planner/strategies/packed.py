@@ -5,7 +5,18 @@ from __future__ import annotations
 from ...layout.heads import HeadPartition
 from ...layout.widths import HeadWidths, MLAWidths
 from ..work import Work
-from .base import HEAD_LAYERS, MLA_LAYERS, Computed, Description, Strategy, sent_by_heads
+from .base import (
+    BF16,
+    HEAD_LAYERS,
+    MLA_LAYERS,
+    Computed,
+    Description,
+    Held,
+    Strategy,
+    held_by_heads,
+    local_queries,
+    sent_by_heads,
+)
 
 
 class Packed(Strategy):
@@ -44,6 +55,34 @@ class Packed(Strategy):
         # Heads are computed where their tokens are.
         pairs = work.tokens / work.ranks * work.widths.heads
         return Computed(self.imbalance_of_heads(work), expanded=pairs, queries=pairs)
+
+    def held(self, widths: MLAWidths | HeadWidths, ranks: int) -> Held:
+        """Queries, keys and values are views of what arrived; with MLA, keys are written once more with the RoPE key.
+
+        In backward, the gradients travel back when the local attention is done: they, a wire buffer and a receive buffer
+        without the local shard, and the gradients of the local tokens exist at once. Without grouped heads that is more
+        than the local attention holds.
+        """
+        heads = self.most_heads(widths, ranks)
+        if isinstance(widths, MLAWidths):
+            of_kv_head, kv_heads, all_kv_heads = widths.nope + widths.value, heads, widths.heads
+            made, gradients = heads * widths.key, heads * (2 * widths.key + widths.value)
+        else:
+            of_kv_head, kv_heads = widths.key + widths.value, self.kv_heads(widths, ranks)
+            made, all_kv_heads = 0, widths.kv_heads
+            gradients = heads * widths.key + kv_heads * of_kv_head
+        arrived = ranks * (heads * widths.key + kv_heads * of_kv_head)
+        of_token = widths.heads * widths.key + all_kv_heads * of_kv_head
+        held = held_by_heads(
+            widths,
+            ranks,
+            arrived=BF16 * arrived,
+            made=BF16 * ranks * made,
+            gradients=BF16 * ranks * gradients,
+            local=local_queries(widths) + BF16 * all_kv_heads * of_kv_head,
+        )
+        returning = BF16 * (ranks * gradients + 2 * arrived * (ranks - 1) / ranks + of_token) if ranks > 1 else 0
+        return Held(held.saved, held.forward, max(held.backward, returning))
 
     def kv_heads(self, widths: MLAWidths | HeadWidths, ranks: int) -> int:
         if isinstance(widths, MLAWidths):
