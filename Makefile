@@ -1,6 +1,7 @@
 # Needs Python 3.10 to 3.13 and make. Everything runs on a CPU; nothing is installed outside this folder.
 PYTHON ?= python3
 DEMO_ARGS ?= --verify
+TORCH ?= 2.15.0
 PYTEST_ARGS ?=
 
 PIP_FLAGS := -qq --disable-pip-version-check
@@ -8,10 +9,10 @@ SOURCES := $(wildcard ds_mla_ulysses tests examples benchmarks setup.py)
 FREE_PORT := import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 VERSIONS := import runpy, sys; v = runpy.run_path("ds_mla_ulysses/version.py")
-# The lowest supported releases of all required packages, as name==version.
-FLOORS = $$($(PYTHON) -c '$(VERSIONS); print(*(f"{name}=={lowest}" for name, (lowest, _) in v["REQUIREMENTS"].items()))')
+# The lowest supported releases of all required packages, and of peft, which the tests need, as name==version.
+FLOORS = $$($(PYTHON) -c '$(VERSIONS); peft = {"peft": v["OPTIONAL_REQUIREMENTS"]["peft"]}; print(*(f"{name}=={lowest}" for name, (lowest, _) in (v["REQUIREMENTS"] | peft).items()))')
 
-.PHONY: help demo test test-fast matrix families lint docs wheel test-floor clean
+.PHONY: help demo test test-fast matrix families lint docs wheel test-floor test-torch clean
 
 help:
 	@echo "make demo        train a small model on two processes and compare it with one (DEMO_ARGS=$(DEMO_ARGS))"
@@ -23,6 +24,7 @@ help:
 	@echo "make docs        build the documentation in site/; warnings are errors"
 	@echo "make wheel       build the sdist and the wheel in dist/ and check the wheel in a new environment"
 	@echo "make test-floor  run tests/hf and tests/deepspeed with the lowest supported releases"
+	@echo "make test-torch  run tests/hf with another release of torch (TORCH=$(TORCH))"
 	@echo "make clean       remove environments, build outputs and caches"
 	@echo "The first target makes .venv (2 minutes and 2.5 GB with a CPU build of torch, more with CUDA). Another Python: make PYTHON=python3.12 test"
 
@@ -92,10 +94,22 @@ wheel: .venv/stamp
 	@touch $@
 
 test-floor: .venv-floor/stamp
-	@echo "Running tests/hf and tests/deepspeed with the lowest supported releases (about 6 minutes on 2 cores)"
-	@.venv-floor/bin/python -m pytest tests/hf tests/deepspeed $(PYTEST_ARGS)
+	@echo "Running tests/hf and tests/deepspeed with the lowest supported releases (about 8 minutes on 2 cores)"
+	@.venv-floor/bin/python -m pytest tests/hf tests/deepspeed -m "not matrix" $(PYTEST_ARGS)
+
+.venv-torch-$(TORCH)/stamp: setup.py ds_mla_ulysses/version.py constraints.txt
+	@echo "Making $(@D) (gigabytes, if pip finds a build with CUDA only)"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	@$(@D)/bin/python -m pip install $(PIP_FLAGS) torch==$(TORCH)
+	@$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $(@D)/constraints.txt -e '.[test]'
+	@touch $@
+
+test-torch: .venv-torch-$(TORCH)/stamp
+	@echo "Running tests/hf with torch $(TORCH) (about 8 minutes on 2 cores)"
+	@$(<D)/bin/python -m pytest tests/hf -m "not matrix" $(PYTEST_ARGS)
 
 clean:
 	@echo "Removing environments, build outputs and caches"
-	@rm -rf .venv .venv-floor build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf .venv .venv-floor .venv-torch-* build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,9 +12,11 @@ PYTHON = ((3, 10), (3, 13))
 #: Packages that are always needed, each with the lowest supported and the highest tested release.
 #: Older releases are refused; newer ones work with a warning.
 REQUIREMENTS = {
-    "torch": ("2.13.0", "2.13.0"),
-    # Before 0.19, ZeRO-2 updates differ from those of one process by one percent, or fail with torch 2.13.
-    "deepspeed": ("0.19.0", "0.19.8"),
+    # With 2.8.0, MoBA's backward does not end on a CPU; no release between was tried.
+    "torch": ("2.13.0", "2.15.0"),
+    # Before 0.19.6, ZeRO-2 losses and updates can differ from those of one process, and gradients of the tiled loss can
+    # fail at ZeRO-3.
+    "deepspeed": ("0.19.6", "0.19.8"),
     # 5.15 is the first release with expand_kv in every supported family.
     "transformers": ("5.15.0", "5.24.0"),
     # 1.1.0 is the lowest release that these versions of transformers accept.

@@ -55,6 +55,11 @@ class SequenceGroup:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The global ranks of the group, in its order; empty if there is no process group."""
+        return () if self.process_group is None else tuple(dist.get_process_group_ranks(self.process_group))
+
+    @property
     def name(self) -> str:
         """The name by which functional collectives find the group; empty for a group of one."""
         return "" if self.process_group is None else self.process_group.group_name

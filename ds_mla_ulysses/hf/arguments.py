@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +52,18 @@ def by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))
     return bound
+
+
+def requires_gradients(value: Any) -> bool:
+    """Says whether an argument is or holds a tensor that requires a gradient, in containers or in a cache of keys."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, Mapping):
+        return any(map(requires_gradients, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(requires_gradients, value))
+    layers = getattr(value, "layers", ())  # of a transformers Cache
+    return any(requires_gradients((getattr(x, "keys", None), getattr(x, "values", None))) for x in layers)
 
 
 def is_given(value: Any) -> bool:

@@ -119,6 +119,11 @@ def _problem_of_layout(layout: Any, group: SequenceGroup, tokens: int) -> str | 
             f"the batch was sharded as {layout}, but the model has split={group.split!r} and this is rank {group.rank} of "
             f"{group.size}: shard batches with handle.shard(batch), on each rank its own."
         )
+    if layout.members and group.members and layout.members != group.members:
+        return (
+            f"the batch was sharded for the group of ranks {list(layout.members)}, but this rank shares the model's sequences "
+            f"with the group of ranks {list(group.members)}: shard batches with handle.shard(batch) of this model's handle."
+        )
     if tokens * layout.ranks != layout.length:
         return (
             f"the inputs have {tokens} tokens on this rank, but the shard's layout says {layout.length // layout.ranks} of "

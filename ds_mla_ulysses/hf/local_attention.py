@@ -214,7 +214,11 @@ class LocalAttention:
             # Eager functions compute the softmax in fp32, in which the lowest fp64 number becomes -inf. A query without
             # keys would then get NaN.
             lowest = max(torch.finfo(q.dtype).min, torch.finfo(torch.float32).min)
-            documents.cache[key] = mask.masked_fill_(~allowed, lowest)
+            mask.masked_fill_(~allowed, lowest)
+            # It averages over all keys instead, but not over those that sharding has added, which one process lacks.
+            added = slice(documents.tokens, None)
+            mask[..., added].masked_fill_(~allowed[..., added], -torch.inf)
+            documents.cache[key] = mask
         return call(q, k, v, documents.cache[key])
 
     def _varlen(

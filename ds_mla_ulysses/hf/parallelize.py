@@ -214,8 +214,7 @@ def _groups(sp_size: int | None, group: SequenceGroup | dist.ProcessGroup | None
     members: tuple[int, ...] = ()
     try:
         local = SequenceGroup.of(group)
-        alone = local.process_group is None
-        members = (world.rank,) if alone else tuple(dist.get_process_group_ranks(local.process_group))
+        members = local.members or (world.rank,)
     except ValueError as error:
         problem = str(error)
     answers = gather_objects(world, (problem, members))

@@ -36,7 +36,7 @@ from ..comm.group import SequenceGroup
 from ..errors import UlyssesRuntimeError
 from ..layout.documents import Documents, gather_documents
 from ..layout.shard import LAYOUT
-from .arguments import NotCopied, by_name
+from .arguments import NotCopied, by_name, requires_gradients
 from .aux_loss import AuxLoss
 from .families import AttentionModel, is_mla
 from .inputs import find_problem, impossible_tokens, is_recomputation, problem_of_impossible_tokens, tokens_of
@@ -280,6 +280,7 @@ class ModelPatch(NotCopied):
             },
             _impossible(text_model, ids, outer),
             describe,
+            getattr(layout, "tokens", None),
         )
 
     def _after_text_model(self, text_model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -306,9 +307,7 @@ class ModelPatch(NotCopied):
         """
         if self.group.size == 1 or not torch.is_grad_enabled() or self.is_plain or is_recomputation():
             return
-        embeds = by_name(self._text_signature, args, kwargs).get("inputs_embeds")
-        embeds_train = isinstance(embeds, Tensor) and embeds.requires_grad
-        if embeds_train or any(p.requires_grad for p in self.model.parameters()):
+        if requires_gradients((args, kwargs)) or any(p.requires_grad for p in self.model.parameters()):
             raise UlyssesRuntimeError(
                 "a forward that records gradients was given no layout, so it would train on this rank's tokens alone. Pass the "
                 "shard, model(**handle.shard(batch).inputs), or in a Trainer or Accelerate loop the loader's whole batch, "

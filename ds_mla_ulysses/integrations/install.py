@@ -16,6 +16,7 @@ These symbols are replaced for the whole process, until `uninstall`:
 | transformers: `Trainer.__init__`                                 | permits label smoothing in TRL's SFTTrainer         |
 | transformers: `Trainer.compute_loss`                             | computes the loss of the group's whole sequences    |
 | transformers: `Trainer._get_num_items_in_batch`                  | counts supervised tokens of the step over all ranks |
+| transformers: `Trainer._track_num_input_tokens`                  | leaves out the padding that sharding adds           |
 | transformers: `Trainer.prediction_step` (with `sp_in_eval`)      | evaluates with shared sequences                     |
 
 Each replacement calls the original for models and batches that are not sequence-parallel. A batch is sequence-parallel
@@ -41,7 +42,7 @@ from ..process_state import PROCESS
 from ..requirements import check, highest_tested, installed, lowest
 from .accelerate import RegisteredModels, adapt_dataloader, wrap_dl_adapter, wrap_initialize, wrap_skip
 from .deepspeed import init_deepspeed_on_cpu
-from .trainer import wrap_compute_loss, wrap_init, wrap_num_items, wrap_prediction_step
+from .trainer import wrap_compute_loss, wrap_init, wrap_num_items, wrap_prediction_step, wrap_track_tokens
 
 #: The packages in which `install` replaces symbols.
 _REPLACES_IN = ("deepspeed", "accelerate", "transformers")
@@ -149,6 +150,7 @@ def symbols_of(models: RegisteredModels, *, sp_in_eval: bool) -> list[Symbol]:
         Symbol("transformers.trainer", "Trainer.__init__", wrap_init),
         Symbol("transformers.trainer", "Trainer.compute_loss", wrap_compute_loss),
         Symbol("transformers.trainer", "Trainer._get_num_items_in_batch", wrap_num_items),
+        Symbol("transformers.trainer", "Trainer._track_num_input_tokens", wrap_track_tokens),
     ]
     if sp_in_eval:
         symbols.append(Symbol("transformers.trainer", "Trainer.prediction_step", wrap_prediction_step))

@@ -1,4 +1,4 @@
-"""Replacements of methods of the Hugging Face Trainer: the loss, the count of its tokens, and evaluation.
+"""Replacements of methods of the Hugging Face Trainer: the loss, the counts of tokens, and evaluation.
 
 Shape letters:
     B batch                          V vocabulary
@@ -48,6 +48,31 @@ def wrap_num_items(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_num_items_in_batch
 
 
+def wrap_track_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `Trainer._track_num_input_tokens` leave out the padding that makes a sequence divisible by the ranks."""
+
+    @functools.wraps(original)
+    def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
+        if LAYOUT in inputs:
+            name = getattr(self.model, "main_input_name", "input_ids")
+            counted = {
+                key: inputs[key][:, : inputs[LAYOUT].local_tokens] for key in (name, "attention_mask") if key in inputs
+            }
+            inputs = inputs | counted
+        original(self, inputs)
+
+    return _track_num_input_tokens
+
+
+def _leave_out_padding(trainer: Any, inputs: dict[str, Any]) -> None:
+    """Subtracts that padding from TRL's count of tokens, to which TRL adds the length of the positions afterwards."""
+    layout = inputs[LAYOUT]
+    if not hasattr(trainer, "_total_train_tokens") or "attention_mask" in inputs or not trainer.model.training:
+        return
+    padding = torch.tensor(layout.length // layout.ranks - layout.local_tokens, device=trainer.args.device)
+    trainer._total_train_tokens -= int(trainer.accelerator.gather_for_metrics(padding).sum())
+
+
 def wrap_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `Trainer.compute_loss` return the loss of the group's whole sequences for a batch with a layout."""
 
@@ -61,6 +86,7 @@ def wrap_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if LAYOUT in inputs:
             loss, outputs = _sharded_loss(self, model, inputs, num_items_in_batch)
+            _leave_out_padding(self, inputs)
             return (loss, outputs) if return_outputs else loss
         if torch.is_grad_enabled() and self.get_sp_size() > 1:
             raise UlyssesValueError(

@@ -160,7 +160,7 @@ def _shards(batch: Mapping[str, Any], ranks: Sequence[int], group: SequenceGroup
             else x
             for name, x in padded.items()
         }
-        layout = ShardLayout(group.split, group.size, rank, length, S)
+        layout = ShardLayout(group.split, group.size, rank, length, S, group.members)
         shift_labels = inputs.pop(SHIFT_LABELS, None)
         # The layout comes last: code that takes the first entry for the batch size has to find a tensor.
         yield Shard({**inputs, LAYOUT: layout}, shift_labels, layout)

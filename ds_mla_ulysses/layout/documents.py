@@ -27,14 +27,15 @@ class Documents:
     """The documents of a batch of whole sequences: tokens attend causally within their own document.
 
     A new document starts where a position does not follow the one before it (transformers' rule), at every change
-    between tokens and padding, and where an attention mask gives two tokens different numbers. A run of padding is one document, whatever its positions, but it attends to nothing: its
-    output is what the kernel gives to a row without keys.
+    between tokens and padding, and where an attention mask gives two tokens different numbers. A run of padding is one
+    document, whatever its positions, but it attends to nothing: its output is what the kernel gives to a row without keys.
 
     Args:
         starts_BS: bool, True on the first token of each document; on any device.
         padding_BS: bool, True on padding; None if there is no padding.
         positions_BS: int64, the positions of all tokens, if they are known.
         begins: the indices of True in the flattened starts_BS, if the host knows them. Otherwise it waits for them.
+        tokens: how many tokens of a row are not padding that sharding has added at the end; all of them by default.
 
     Attributes:
         boundaries: where documents begin in the flattened [B*S] tokens, and B*S at the end; on the host.
@@ -48,9 +49,11 @@ class Documents:
         padding_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
         begins: list[int] | None = None,
+        tokens: int | None = None,
     ) -> None:
         self.starts_BS, self.padding_BS, self.positions_BS = starts_BS, padding_BS, positions_BS
         self.batch, self.length = starts_BS.shape
+        self.tokens = self.length if tokens is None else tokens
         if begins is None:
             begins = starts_BS.flatten().nonzero().flatten().tolist()
         self.boundaries = [*begins, self.batch * self.length]
@@ -112,7 +115,7 @@ def to_host(x: Tensor) -> Any:
 
 
 def find_documents(
-    positions_BS: Tensor, numbers_BS: Tensor, flags: Tensor | None = None
+    positions_BS: Tensor, numbers_BS: Tensor, flags: Tensor | None = None, tokens: int | None = None
 ) -> tuple[Documents, str | None, list[bool]]:
     """The documents, and what is wrong with the padding, if anything. The host waits for the device once.
 
@@ -120,6 +123,7 @@ def find_documents(
         positions_BS: int64, the positions of all tokens.
         numbers_BS: int64, 0 on padding; a document also begins where the numbers of two tokens differ.
         flags: bool [n], which the host shall read with the documents.
+        tokens: see `Documents`.
 
     Returns:
         the documents, the problem or None, and the flags on the host.
@@ -137,7 +141,7 @@ def find_documents(
     on_host = to_host(torch.cat(to_read))
     begins = on_host[: B * S].nonzero()[0].tolist()
     has_padding, has_holes, *flags_on_host = on_host[B * S :].tolist()
-    documents = Documents(starts, padding_BS if has_padding else None, positions_BS, begins)
+    documents = Documents(starts, padding_BS if has_padding else None, positions_BS, begins, tokens)
     problem = _describe_hole(positions_BS, holes, before) if has_holes else None
     return documents, problem, flags_on_host
 
@@ -173,6 +177,7 @@ def gather_documents(
     alike: Mapping[str, Any] | None = None,
     impossible_BT: Tensor | None = None,
     describe_impossible: Callable[[], str | None] = lambda: None,
+    tokens: int | None = None,
 ) -> tuple[Documents, Tensor]:
     """The documents of whole sequences and the local positions, from each rank's local positions and padding.
 
@@ -188,6 +193,7 @@ def gather_documents(
         alike: small values that have to be the same on all ranks, by what they say.
         impossible_BT: bool, a shape that broadcasts to [B, T]: True on local tokens that are not supported.
         describe_impossible: the sentence about the local ones among them, or None; called if any rank has some.
+        tokens: how many of the S tokens are not padding that sharding has added; all of them by default.
 
     Returns:
         documents of [B, S]; positions int64 [B, T].
@@ -198,7 +204,7 @@ def gather_documents(
     B, T = shape
     problem = problem or _problem(position_ids, attention_mask, B, T) or uneven(group, T)
     given = {"position_ids were given": position_ids is None, "an attention_mask was given": attention_mask is None}
-    _agree(group, problem, (B, T), given | dict(alike or {}))
+    _agree(group, problem, (B, T), given | {"sharding padded the sequence": tokens} | dict(alike or {}))
 
     if position_ids is None:
         runs = [torch.arange(run.start, run.stop, device=device) for run in local_runs(group, T)]
@@ -215,7 +221,7 @@ def gather_documents(
     of_ranks = gather_now(torch.stack([positions_BT.T, (2 * numbers_BT + impossible_BT).T], dim=-1), group, "setup")
     positions_SB, state_SB = in_order(of_ranks, group).unbind(-1)
     documents, hole, (has_impossible,) = find_documents(
-        positions_SB.T, (state_SB // 2).T, (state_SB % 2).any().unsqueeze(0)
+        positions_SB.T, (state_SB // 2).T, (state_SB % 2).any().unsqueeze(0), tokens
     )
     if hole is not None:
         raise UlyssesValueError(hole)

@@ -6,14 +6,16 @@ Accelerate's device placement, data loaders, pickling) into the model's forward,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..comm.group import SequenceGroup
 from ..errors import UlyssesTypeError, UlyssesValueError
+from .split import pieces_of
 
 #: The key of the layout, in `Shard.inputs` and in the batches of `ShardedDataLoader`.
 LAYOUT = "ulysses_layout"
@@ -32,24 +34,35 @@ class ShardLayout:
         rank: the rank in the group that the shard belongs to.
         length: tokens of the whole sequence, with the padding that makes it divisible.
         tokens: tokens of the whole sequence without that padding; the same as length if it is not given.
+        members: the global ranks of the group, in its order; empty if it is not known.
     """
 
     # Not a dataclass, whose fields torch.compile would guard on: that is one graph for each length.
-    __slots__ = ("kind", "length", "rank", "ranks", "tokens")
+    __slots__ = ("kind", "length", "members", "rank", "ranks", "tokens")
 
     kind: str
     ranks: int
     rank: int
     length: int
     tokens: int
+    members: tuple[int, ...]
 
-    def __init__(self, kind: str, ranks: int, rank: int, length: int, tokens: int | None = None) -> None:
-        values = {"kind": kind, "ranks": ranks, "rank": rank, "length": length}
+    def __init__(
+        self, kind: str, ranks: int, rank: int, length: int, tokens: int | None = None, members: Sequence[int] = ()
+    ) -> None:
+        values = {"kind": kind, "ranks": ranks, "rank": rank, "length": length, "members": tuple(members)}
         for name, value in {**values, "tokens": length if tokens is None else tokens}.items():
             object.__setattr__(self, name, value)
 
-    def _values(self) -> tuple[str, int, int, int, int]:
-        return self.kind, self.ranks, self.rank, self.length, self.tokens
+    def _values(self) -> tuple[str, int, int, int, int, tuple[int, ...]]:
+        return self.kind, self.ranks, self.rank, self.length, self.tokens, self.members
+
+    @property
+    def local_tokens(self) -> int:
+        """How many tokens of the shard are not padding that sharding added. They are its first ones."""
+        group = SequenceGroup(None, self.rank, self.ranks, self.kind)
+        width = self.length // len(pieces_of(group))
+        return sum(min(max(self.tokens - piece * width, 0), width) for piece in pieces_of(group, self.rank))
 
     def to(self, *_: Any, **__: Any) -> ShardLayout:
         """Returns the layout itself: it is on every device."""
@@ -69,7 +82,7 @@ class ShardLayout:
     def __hash__(self) -> int:
         return hash(self._values())
 
-    def __reduce__(self) -> tuple[type[ShardLayout], tuple[str, int, int, int, int]]:
+    def __reduce__(self) -> tuple[type[ShardLayout], tuple[Any, ...]]:
         return ShardLayout, self._values()
 
     def __copy__(self) -> ShardLayout:
@@ -81,7 +94,7 @@ class ShardLayout:
     def __repr__(self) -> str:
         return (
             f"ShardLayout(kind={self.kind!r}, ranks={self.ranks}, rank={self.rank}, length={self.length}, "
-            f"tokens={self.tokens})"
+            f"tokens={self.tokens}, members={self.members})"
         )
 
 

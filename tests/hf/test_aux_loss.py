@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from models import (
     assert_gradients,
     document_lengths,
@@ -16,9 +17,13 @@ from models import (
     reference_loss,
     tiny_model,
 )
+from packaging.version import Version
 from rank_pool import raises_on_ranks, run_ranks
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "phimoe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "phimoe")
+#: Before 5.20, GraniteMoE returns no router logits, and the plain model fails.
+if Version(transformers.__version__) >= Version("5.20"):
+    FAMILIES += ("granitemoe",)
 #: Large beside the cross entropy, so that its gradient shows in every parameter.
 COEFFICIENT = 3.0
 #: Eager attention takes its softmax in fp32, in which transformers' own masks are NaN if they are fp64's.

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from models import gradients, packed_batch, padded_batch, random_batch, reference_step, tiny_model
+from models import gradient_errors, gradients, packed_batch, padded_batch, random_batch, reference_step, tiny_model
 from rank_pool import run_ranks
 from test_parity import DOCUMENTS, compare, own_tokens, sharded_step
 
@@ -250,6 +250,37 @@ def as_near_as_stock(way):
 )
 def test_bf16_of_the_other_strategies(way):
     print(way, "bitwise:", run_ranks(2, as_near_as_stock, way))
+
+
+def eager_left(S, seed):
+    """Gradients of left-padded rows under eager attention: fp32 in one process, and in bf16 there and here."""
+    import ds_mla_ulysses as dmu
+
+    def model():
+        return tiny_model("gemma2", torch.float32, attn_implementation="eager")
+
+    def errors(step):
+        return dict(map(reversed, gradient_errors(step[1], exact[1])))
+
+    batch = padded_batch([S, S - 12], S, "left", seed)
+    exact = reference_step(model(), batch)
+    of_ranks = model()
+    handle = dmu.parallelize(of_ranks)
+    in_fp32 = errors(sharded_step(of_ranks, batch, handle))
+    of_ranks.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        of_one = errors(reference_step(model(), batch))
+        in_bf16 = errors(sharded_step(of_ranks, batch, handle))
+    assert max(in_fp32.values()) < 2e-6, in_fp32
+    for name, error in in_bf16.items():
+        assert error <= 1.3 * of_one[name] + 2e-6, (name, error, of_one[name])
+
+
+@pytest.mark.parametrize("S", [33, 34])
+@pytest.mark.parametrize("seed", range(2))
+def test_left_padding_in_eager_attention(S, seed):
+    """The last padding token of a row sees no key, so eager attention averages over all: not over padding that is added."""
+    run_ranks(2, eager_left, S, seed)
 
 
 def test_eager_in_bf16_stays_finite():

@@ -191,6 +191,29 @@ def data_parallel():
     assert abs(got.item() / 2 - want) < 1e-6
 
 
+def shard_of_another_group():
+    """The same rank of as many ranks in both groups, but rank 0 shares its sequences with another rank."""
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+
+    def local_group(pairs):
+        groups = [dist.new_group(pair) for pair in pairs]
+        return next(g for g, pair in zip(groups, pairs, strict=True) if dist.get_rank() in pair)
+
+    of_batch, of_model = local_group([(0, 3), (1, 2)]), local_group([(0, 2), (1, 3)])
+    model = tiny_model("deepseek_v3")
+    handle = dmu.parallelize(model, group=of_model)
+    batch = random_batch(1, 8)
+    accepted = model(**handle.shard(batch).inputs).logits
+    assert accepted.shape[1] == 4
+    model(**dmu.shard_batch(batch, of_batch).inputs)
+
+
+def test_a_shard_of_another_group_is_refused():
+    raises_on_ranks(4, ValueError, r"sharded for the group of ranks \[(0, 3|1, 2)\]", shard_of_another_group)
+
+
 def test_two_groups_of_two():
     run_ranks(4, data_parallel)
 

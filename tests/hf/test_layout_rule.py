@@ -1,5 +1,7 @@
 """A forward is sequence-parallel if it is given a layout. Without one it is the plain model, or refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models import assert_gradients, gradients, packed_batch, padded_batch, random_batch, reference_step, tiny_model
@@ -34,6 +36,15 @@ def forward(what):
         return model(inputs_embeds=embeds)
     if what == "frozen, embeddings train, by position":
         return model.model(None, None, None, None, embeds)
+    if what == "frozen, a cache trains":  # as in prefix tuning
+        from transformers import DynamicCache
+
+        config = model.config
+        prefix = torch.randn(1, config.num_key_value_heads, 3, config.head_dim, dtype=torch.float64, requires_grad=True)
+        cache = DynamicCache(config=config)
+        for layer in range(config.num_hidden_layers):
+            cache.update(prefix, prefix, layer)
+        return model(input_ids=ids, past_key_values=cache)
     if what == "reentrant checkpoint of the whole model":  # the first forward is without gradients
         checkpoint(lambda x: model(inputs_embeds=x).logits, embeds, use_reentrant=True).sum().backward()
     if what == "checkpoint of the whole model":
@@ -51,6 +62,7 @@ def forward(what):
         "eval mode",
         "frozen, embeddings train",
         "frozen, embeddings train, by position",
+        "frozen, a cache trains",
         "reentrant checkpoint of the whole model",
         "checkpoint of the whole model",
         "lora, base frozen",
@@ -267,6 +279,49 @@ def problems_without_checks():
 
 def test_problems_without_checks():
     run_ranks(2, problems_without_checks)
+
+
+def collectives_of_checks(policy):
+    """The collectives of sharding, the loss and the engine's check of it, in each of three steps."""
+    import ds_mla_ulysses as dmu
+
+    handle = dmu.parallelize(tiny_model("llama"), checks=policy)
+    # With an engine, the loss does not compare weights, which would happen once under every policy.
+    handle._engine = SimpleNamespace(gradient_accumulation_steps=lambda: 1)
+    calls = []
+    for _ in range(3):
+        with dmu.TrafficMeter() as meter:
+            shard = handle.shard(random_batch(1, 8))
+            handle.check_loss(handle.loss(torch.zeros(1, 4, 128), shard))
+        calls.append(sum(meter.calls.values()))
+    return calls
+
+
+def test_each_check_runs_always_once_or_never():
+    always, first, never = (run_ranks(2, collectives_of_checks, policy)[0] for policy in ("always", "first", "never"))
+    assert len(set(always)) == len(set(never)) == 1 and always[0] > never[0]
+    assert first == [always[0], never[0], never[0]]
+
+
+def checked(of_ranks):
+    """The check of a loss before the engine's backward; values by rank."""
+    import torch.distributed as dist
+
+    import ds_mla_ulysses as dmu
+
+    handle = dmu.parallelize(tiny_model("llama"))
+    handle.check_loss(torch.tensor(of_ranks[dist.get_rank()]))
+
+
+@pytest.mark.parametrize("of_ranks", [(2.0, 2.0), (2.0, 2.0000002), (float("nan"),) * 2, (float("inf"),) * 2])
+def test_losses_that_are_the_same_number(of_ranks):
+    """An overflow in fp16 has to reach the loss scaler of the engine, which skips the step."""
+    run_ranks(2, checked, of_ranks)
+
+
+@pytest.mark.parametrize("of_ranks", [(2.0, 2.001), (2.0, -2.0), (0.0, 1e-30)])
+def test_losses_that_differ(of_ranks):
+    raises_on_ranks(2, RuntimeError, "the loss is not that of the sequence-parallel group", checked, of_ranks)
 
 
 def waits_of_a_forward(strategy, kind):

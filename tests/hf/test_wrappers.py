@@ -5,6 +5,7 @@ import torch
 from models import assert_gradients, gradients, packed_batch, padded_batch, random_batch
 from rank_pool import raises_on_ranks, run_ranks
 from test_parity import sharded_step
+from transformers import CONFIG_MAPPING
 
 VOCAB = 96
 _TEXT = dict(
@@ -77,6 +78,8 @@ TYPES = {
     "gemma3": "token_type_ids", "gemma4": "mm_token_type_ids",
     "gemma4_unified": "mm_token_type_ids", "molmo2": "mm_token_type_ids",
 }  # fmt: skip
+#: Model types that older releases of transformers lack are left out there.
+KNOWN = [model_type for model_type in CONFIGS if model_type in CONFIG_MAPPING]
 #: Models that want token types in training.
 WANTS_TYPES = {"molmo2"}
 DOCUMENTS = [[13, 5, 15], [20, 1, 12]]
@@ -147,12 +150,12 @@ def compare(model_type, kind, types=None):
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed", "left"])
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", KNOWN)
 def test_text_in_a_wrapper_equals_each_document_alone(model_type, kind):
     run_ranks(2, compare, model_type, kind)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", [m for m in TYPES if m in KNOWN])
 def test_token_types_of_text(model_type):
     run_ranks(2, compare, model_type, "left", 0)
 
@@ -287,8 +290,12 @@ def bad_forward(model_type, name, of_rank_1_only, value):
 @pytest.mark.parametrize(
     "model_type,name,of_rank_1_only,value,message",
     [
-        *((m, name, True, (1, 6), f"rank 1 of the group: {name} marks tokens of images") for m, name in TYPES.items()),
-        *((m, "pixel_values", False, (1, 3, 16, 16), "rank 0 of the group: pixel_values are not") for m in CONFIGS),
+        *(
+            (m, name, True, (1, 6), f"rank 1 of the group: {name} marks tokens of images")
+            for m, name in TYPES.items()
+            if m in KNOWN
+        ),
+        *((m, "pixel_values", False, (1, 3, 16, 16), "rank 0 of the group: pixel_values are not") for m in KNOWN),
         ("gemma3", "pixel_values", True, (1, 3, 16, 16), "rank 1 of the group: pixel_values are not supported"),
         (
             "gemma3",

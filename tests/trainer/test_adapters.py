@@ -179,6 +179,7 @@ def test_sft(family, stage, packing):
         assert_equal(answer, want)
         for got, wanted in zip(answer["metrics"], want["metrics"], strict=True):
             assert got["entropy"] == pytest.approx(wanted["entropy"], rel=1e-4)
+            assert got["num_tokens"] == wanted["num_tokens"]
             assert got["mean_token_accuracy"] == pytest.approx(wanted["mean_token_accuracy"], abs=1e-6)
 
 

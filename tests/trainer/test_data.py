@@ -260,7 +260,7 @@ def test_skipping():
         assert list(mine)[-1] == list(theirs)[-1] == "ulysses_layout"
         for rank, shard in enumerate((mine, theirs)):
             length = 2 * shard["input_ids"].shape[1]
-            assert shard["ulysses_layout"] == ShardLayout("contiguous", 2, rank, length, S)
+            assert shard["ulysses_layout"] == ShardLayout("contiguous", 2, rank, length, S, (0, 1))
 
 
 def boundaries(accumulation):

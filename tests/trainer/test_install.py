@@ -43,6 +43,7 @@ SYMBOLS = [
     ("transformers.trainer", None, "skip_first_batches"),
     ("transformers.trainer", "Trainer", "compute_loss"),
     ("transformers.trainer", "Trainer", "_get_num_items_in_batch"),
+    ("transformers.trainer", "Trainer", "_track_num_input_tokens"),
     ("transformers.trainer", "Trainer", "prediction_step"),
 ]
 
@@ -79,7 +80,7 @@ def test_uninstall_puts_every_symbol_back(sp_in_eval):
     before, rest = found(), others()
     ds_mla_ulysses.install(sp_in_eval=sp_in_eval)
     replaced = [a is not b for a, b in zip(found(), before, strict=True)]
-    assert replaced == [True] * 11 + [sp_in_eval]
+    assert replaced == [True] * 12 + [sp_in_eval]
     assert others() == rest
     ds_mla_ulysses.uninstall()
     assert all(a is b for a, b in zip(found(), before, strict=True))

@@ -208,6 +208,37 @@ def test_ranks_hold_equal_parameters(stage):
     assert len({tuple(sorted(answer["extra"].items())) for answer in answers}) == 1
 
 
+def tokens_seen(trainer):
+    return trainer.state.num_input_tokens_seen
+
+
+class WithoutMask(Collate):
+    def __call__(self, rows):
+        return {name: x for name, x in super().__call__(rows).items() if name != "attention_mask"}
+
+
+def without_mask():
+    """The token of padding is another one than that with which sharding pads."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"<{i}>": i for i in range(128)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<1>"))
+    return {
+        "data_collator": WithoutMask(),
+        "processing_class": PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<5>", eos_token="<2>"),
+    }
+
+
+@pytest.mark.parametrize("trainer", [None, without_mask])
+@pytest.mark.parametrize("counted", ["all", "non_padding"])
+def test_input_tokens_seen(counted, trainer):
+    """The batches have odd lengths too, which sharding pads."""
+    run = Run("llama", args=(("include_num_input_tokens_seen", counted),), extra=tokens_seen, trainer=trainer)
+    wanted = reference(run)["extra"]
+    assert wanted > 0 and [answer["extra"] for answer in over_ranks(2, run)] == [wanted] * 2
+
+
 def checksums(trainer):
     import zlib
 

@@ -83,10 +83,10 @@ def test_dependencies_run_one_way(path):
     "package,version,answer",
     [
         ("deepspeed", "0.18.9", "too old"),
-        ("deepspeed", "0.19.0rc1", "too old"),
-        ("deepspeed", "0.19.0.dev3+gabcdef", "too old"),
-        ("deepspeed", "0.19.0", "ok"),
-        ("deepspeed", "0.19", "ok"),
+        ("deepspeed", "0.19.6rc1", "too old"),
+        ("deepspeed", "0.19.6.dev3+gabcdef", "too old"),
+        ("deepspeed", "0.19.6", "ok"),
+        ("deepspeed", "0.19.6.0", "ok"),
         ("deepspeed", "0.19.8", "ok"),
         ("deepspeed", "0.19.8+local", "ok"),
         ("deepspeed", "0.19.9", "untested"),
@@ -105,7 +105,7 @@ def test_versions_are_compared_as_versions(package, version, answer):
 
 
 def test_installed_versions_are_compared_by_default(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", {"deepspeed": "0.19.0rc1"}.__getitem__)
+    monkeypatch.setattr(importlib.metadata, "version", {"deepspeed": "0.19.6rc1"}.__getitem__)
     assert check("deepspeed") == "too old"
     with pytest.raises(KeyError, match="numpy"):
         check("numpy", "2.0")
@@ -116,7 +116,7 @@ def test_every_lower_bound_is_inside_its_tested_range():
         assert check(package, lowest) == check(package, highest) == "ok"
 
 
-@pytest.mark.parametrize("version,is_refused", [("0.18.9", True), ("0.19.0rc1", True), ("0.20rc1", False)])
+@pytest.mark.parametrize("version,is_refused", [("0.18.9", True), ("0.19.6rc1", True), ("0.20rc1", False)])
 def test_an_engine_is_refused_below_the_lower_bound_only(version, is_refused, monkeypatch):
     import deepspeed
     from torch import nn
@@ -133,7 +133,7 @@ def test_an_engine_is_refused_below_the_lower_bound_only(version, is_refused, mo
     monkeypatch.setattr(integration, "_check_settings", settings_are_checked)
     model = nn.Linear(2, 2)
     handle = SimpleNamespace(is_restored=False, model=model)
-    message = rf"With DeepSpeed {version} the updates differ.*install deepspeed >= 0.19.0"
+    message = rf"With DeepSpeed {version} the updates differ.*install deepspeed >= 0.19.6"
     with pytest.raises(RuntimeError, match=message) if is_refused else pytest.raises(Reached):
         integration.build_engine(deepspeed.initialize, handle, {}, {"model": model})
 

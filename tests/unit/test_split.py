@@ -69,6 +69,13 @@ def test_batches_of_head_and_tail(S):
             ], name
         assert part.inputs["other"] == "kept"
         assert part.layout == ShardLayout("head_tail", 2, rank, 4 * width, S) == part.inputs["ulysses_layout"]
+        assert part.layout.local_tokens == sum(i < S for i in mine)
+
+
+@pytest.mark.parametrize("S", [1, 7, 8])
+def test_local_tokens_of_contiguous_shards(S):
+    parts = [shard_batch({"input_ids": torch.ones(1, S)}, group, check=False) for group in groups(4, "contiguous")]
+    assert [part.layout.local_tokens for part in parts] == [int(part.inputs["input_ids"].sum()) for part in parts]
 
 
 def test_the_group_says_how():
