@@ -29,7 +29,7 @@ from ..layout.tiled_loss import tokens_of_tile
 from ..layout.widths import HeadWidths, MLAWidths
 from .models import Model
 from .strategies import STRATEGIES
-from .strategies.base import BF16, FP32, Held
+from .strategies.base import BF16, FP32
 from .work import Work
 
 GB = 1e9
@@ -97,30 +97,136 @@ class Machines:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """What a step holds under one setting.
+class Component:
+    """A part of the model with its phases, of which one at a time exists."""
+
+    name: str
+    phases: Sequence[Phase]
+
+    def largest(self, tokens: float) -> Phase:
+        """The phase that holds the most with so many local tokens."""
+        return max(self.phases, key=lambda phase: phase.at(tokens))
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What a training step holds under one setting.
 
     Attributes:
-        setting: the rung.
-        per_token: bytes per local token of each component, at the longest sequence.
+        setting: the rung of the ladder.
         fixed: bytes on each GPU that do not depend on the length.
-        phase: the phase that is the largest at the longest sequence.
-        longest: tokens of the longest sequence; 0 if none fits.
-        peak: bytes on a GPU at that length.
-        host: bytes on all hosts together at that length.
-        limit: what the length is limited by, "GPU memory" or "host memory".
-        refused: why the setting is impossible; the numbers then mean nothing.
+        kept_by_layer: bytes per local token that each layer keeps on the GPU for backward.
+        layers: the number of layers.
+        returned: bytes per local token that come back from the host for the layer that runs.
+        components: the layers and the head; the largest phase of all of them is part of the peak.
+        host_fixed: bytes on all hosts together that do not depend on the length.
+        host_kept: bytes on all hosts together for each local token.
     """
 
     setting: Setting
-    per_token: dict[str, float]
     fixed: float
-    phase: str
-    longest: int
-    peak: float
-    host: float
-    limit: str
-    refused: str | None = None
+    kept_by_layer: float
+    layers: int
+    returned: float
+    components: Sequence[Component]
+    host_fixed: float
+    host_kept: float
+
+    @property
+    def kept(self) -> float:
+        """Bytes per local token of what layers keep and of what came back from the host."""
+        return self.layers * self.kept_by_layer + self.returned
+
+    def largest(self, tokens: float) -> tuple[Component, Phase]:
+        """The component and its phase at the peak."""
+        found = [(component, component.largest(tokens)) for component in self.components]
+        return max(found, key=lambda pair: pair[1].at(tokens))
+
+    def peak(self, tokens: float) -> float:
+        """Bytes on a GPU with so many local tokens."""
+        return self.fixed + self.kept * tokens + self.largest(tokens)[1].at(tokens)
+
+    def host(self, tokens: float) -> float:
+        """Bytes on all hosts together with so many local tokens."""
+        return self.host_fixed + self.host_kept * tokens
+
+    def longest(self, machines: Machines) -> tuple[int, str]:
+        """Returns the most local tokens that fit, 0 if not even one does, and what limits them."""
+        free = machines.memory - machines.reserve - self.fixed
+        phases = [phase for component in self.components for phase in component.phases]
+        limits = [((free - phase.constant) / (self.kept + phase.per_token), "GPU memory") for phase in phases]
+        if machines.host_memory is not None:
+            free_host = machines.host_memory - self.host_fixed
+            if free_host < 0:
+                limits.append((0.0, "host memory"))
+            elif self.host_kept:
+                limits.append((free_host / self.host_kept, "host memory"))
+        tokens, limit = min(limits)
+        return max(0, math.floor(tokens)), limit
+
+
+def ladder(head_chunks: int, offload: Sequence[str] = ("optimizer", "inputs")) -> list[Setting]:
+    """Returns the settings from the plain step on, each with what the one before it does.
+
+    Args:
+        head_chunks: of the rung "head chunks".
+        offload: what the rung "offload" moves to the host.
+    """
+    tiled = Setting("tiled loss", tiles_loss=True)
+    moved = replace(
+        tiled, name="offload", offloads_inputs="inputs" in offload, offloads_optimizer="optimizer" in offload
+    )
+    layers = replace(moved, name="tiled layers", tiles_layers=True)
+    return [Setting("as it is"), tiled, *([moved] if offload else []), layers]
+
+
+def step_memory(model: Model, strategy: str, machines: Machines, setting: Setting) -> StepMemory:
+    """Returns what a step holds.
+
+    ZeRO shares the optimizer from stage 1 on, gradients from stage 2 on and parameters from stage 3 on. At stage 3, two
+    layers are whole at a time, the one that runs and the one that is fetched, or the head; from stage 2 on the
+    gradients of one layer exist before they are shared. An optimizer on the host takes the shares of gradients along,
+    in bf16 and for its step in fp32.
+
+    Raises:
+        ValueError: the strategy or the setting is impossible.
+    """
+    refused = STRATEGIES[strategy].refused(Work(model.widths, machines.ranks, 0))
+    if refused is not None:
+        raise UlyssesValueError(f"strategy {strategy!r} is impossible: {refused}.")
+    if setting.offloads_optimizer and machines.stage == 0:
+        raise UlyssesValueError("ZeRO 0 cannot keep the optimizer on the host: choose a stage from 1 to 3.")
+    P, stage, moved = model.parameters, machines.stage, setting.offloads_optimizer
+    share = P / machines.gpus
+    fixed = BF16 * (P if stage < 3 else share) + 2 * BF16 * _BUCKET
+    fixed += BF16 * P if stage < 2 else 0 if moved else BF16 * share
+    fixed += 0 if moved else _OPTIMIZER * (P if stage < 1 else share)
+
+    components = []
+    for name, has_experts, layers, of_mlp in (
+        ("dense layer", False, model.dense_layers, model.mlp_parameters),
+        ("layer with experts", True, model.layers - model.dense_layers, model.expert_parameters),
+    ):
+        if layers:
+            of_layer = BF16 * (model.attention_parameters + of_mlp)
+            whole = (2 * of_layer if stage == 3 else 0) + (of_layer if stage >= 2 else 0)
+            phases = layer_phases(model, has_experts, strategy, machines.ranks, setting)
+            components.append(Component(name, [replace(p, constant=p.constant + whole) for p in phases]))
+    of_head = BF16 * model.head_parameters if stage == 3 else 0
+    phases = [replace(p, constant=p.constant + of_head) for p in head_phases(model, setting)]
+    components.append(Component("head and loss", phases))
+
+    of_input = BF16 * model.hidden
+    return StepMemory(
+        setting,
+        fixed,
+        0.0 if setting.offloads_inputs else of_input,
+        model.layers,
+        of_input if setting.offloads_inputs else 0.0,
+        components,
+        (_OPTIMIZER + BF16 + FP32) * P if moved else 0.0,
+        machines.gpus * model.layers * of_input if setting.offloads_inputs else 0.0,
+    )
 
 
 def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, setting: Setting) -> list[Phase]:
@@ -142,7 +248,9 @@ def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, set
         Phase("attention backward", before + held.backward),
         Phase("backward of the first norm", norm_backward),
     ]
-    second = norm + BF16 * D + (BF16 * D if fused else 0)  # a fused norm saves its bf16 input, which exists for it alone
+    second = (
+        norm + BF16 * D + (BF16 * D if fused else 0)
+    )  # a fused norm saves its bf16 input, which exists for it alone
     name, of_mlp = ("experts", _experts(model)) if has_experts else ("MLP", 6 * BF16 * model.intermediate)
     phases.append(Phase(name, after + second + of_mlp))
     phases.append(Phase("backward of the second norm", after - common + norm_backward))
@@ -150,23 +258,24 @@ def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, set
 
 
 def head_phases(model: Model, setting: Setting) -> list[Phase]:
-    """Returns the phases of the last norm, the head and the loss, forward and backward.
+    """Returns the phases of the last norm, the head and the loss, forward and backward; with the norm's input.
 
-    Whole logits take 12V: bf16, fp32, their logarithms or gradients. In tiles they take 10V for each token of a tile, and
-    the fp32 sum of the head's gradient; the gradient of the head's input, 2D, is kept until backward, which scales it.
+    Whole logits take 12V: bf16, fp32, and their logarithms, in whose backward as much exists. In tiles they take 10V for
+    each token of a tile. The gradient of the head's input, 2D, is kept until backward, which scales it, and so is the
+    head's gradient in fp32, 4VD; when that is made, and when it is scaled, it exists once more, in bf16 and in fp32.
     """
     D, V, fused = model.hidden, model.vocabulary, setting.tiles_layers
-    norm = _saved_by_norm(D, fused) + (BF16 * D if fused else 0)
+    saved = _saved_by_norm(D, fused) + (BF16 * D if fused else 0)
+    norm_backward = Phase("backward of the last norm", (BF16 * D if fused else 0) + _norm_backward(D, fused))
     if not setting.tiles_loss:
-        phases = [Phase("whole logits", norm + BF16 * D + (BF16 + 2 * FP32 + BF16) * V)]
-    else:
-        tile = (BF16 + 2 * FP32) * V * tokens_of_tile("auto", V)
-        phases = [
-            Phase("a tile of logits", norm + 2 * BF16 * D, FP32 * V * D + tile),
-            Phase("scaled gradients of the head", norm + 2 * BF16 * D, (FP32 + BF16) * V * D),
-        ]
-    phases.append(Phase("backward of the last norm", BF16 * D + _norm_backward(D, fused), BF16 * V * D))
-    return phases
+        return [Phase("whole logits", saved + BF16 * D + (2 * BF16 + 2 * FP32) * V), norm_backward]
+    logits = (BF16 + 2 * FP32) * V * tokens_of_tile("auto", V)
+    return [
+        Phase("a tile of logits", saved + 2 * BF16 * D, FP32 * V * D + logits),
+        Phase("gradients of two tiles", saved + 2 * BF16 * D, (2 * BF16 + FP32) * V * D),
+        Phase("scaled gradients of the head", saved + 2 * BF16 * D, (BF16 + FP32) * V * D),
+        norm_backward,
+    ]
 
 
 def _saved_by_norm(width: int, fused: bool) -> float:
@@ -175,7 +284,7 @@ def _saved_by_norm(width: int, fused: bool) -> float:
 
 
 def _norm_backward(width: int, fused: bool) -> float:
-    """Bytes of a norm's backward: a fused one has a gradient in and one out, the other six tensors in fp32."""
+    """Bytes of a norm's backward: a fused one has a gradient in and one out, another six tensors in fp32."""
     return 2 * BF16 * width if fused else 6 * FP32 * width
 
 

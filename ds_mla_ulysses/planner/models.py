@@ -85,25 +85,25 @@ class Model:
     def parameters(self) -> int:
         """Parameters of the whole model, without biases and the norms of heads and latents."""
         of_layers = self.layers * (self.attention_parameters + 2 * self.hidden)
-        of_layers += self.dense_layers * self.mlp_parameters + (self.layers - self.dense_layers) * self.expert_parameters
+        of_layers += (
+            self.dense_layers * self.mlp_parameters + (self.layers - self.dense_layers) * self.expert_parameters
+        )
         return of_layers + self.head_parameters * (1 if self.is_tied else 2) + self.hidden
 
 
 PRESETS: dict[str, Model] = {
-    "llama-3-8b": Model(HeadWidths(32, 8, 128, 128), 4096, 32, 128_256, 14_336, 32),
-    "qwen3-8b": Model(HeadWidths(32, 8, 128, 128), 4096, 36, 151_936, 12_288, 36, normalizes_heads=True),
     "deepseek-v2-lite": Model(
         MLAWidths(16, 128, 64, 128, 512, None), 2048, 27, 102_400, 10_944, 1, Experts(64, 6, 1408, 2 * 1408)
     ),
     "deepseek-v3": Model(
         MLAWidths(128, 128, 64, 128, 512, 1536), 7168, 61, 129_280, 18_432, 3, Experts(256, 8, 2048, 2048)
     ),
-    "kimi-k2": Model(
-        MLAWidths(64, 128, 64, 128, 512, 1536), 7168, 61, 163_840, 18_432, 1, Experts(384, 8, 2048, 2048)
-    ),
+    "kimi-k2": Model(MLAWidths(64, 128, 64, 128, 512, 1536), 7168, 61, 163_840, 18_432, 1, Experts(384, 8, 2048, 2048)),
     "glm-4.7-flash": Model(
         MLAWidths(20, 192, 64, 256, 512, 768), 2048, 47, 154_880, 10_240, 1, Experts(64, 4, 1536, 1536)
     ),
+    "llama-3-8b": Model(HeadWidths(32, 8, 128, 128), 4096, 32, 128_256, 14_336, 32),
+    "qwen3-8b": Model(HeadWidths(32, 8, 128, 128), 4096, 36, 151_936, 12_288, 36, normalizes_heads=True),
 }
 
 #: Model types of transformers that normalise queries and keys head by head, by the beginning of their names.
