@@ -33,8 +33,8 @@ from .strategies.base import BF16, FP32
 from .work import Work
 
 GB = 1e9
-#: DeepSpeed's reduce_bucket_size in configs/, in elements; a bucket is held twice, as sent and as reduced.
-_BUCKET = 200_000_000
+#: DeepSpeed's reduce_bucket_size in configs/zero3_long.json, in elements. A bucket is held twice, as sent and as reduced.
+_BUCKET = 50_000_000
 #: Adam and the master weights in fp32.
 _OPTIMIZER = 3 * FP32
 

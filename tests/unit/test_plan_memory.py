@@ -86,7 +86,7 @@ def test_host_memory_is_a_limit():
 
 @pytest.mark.parametrize("stage,bytes_of_parameter", [(0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
 def test_stages(stage, bytes_of_parameter):
-    model, buckets = PRESETS["llama-3-8b"], 0.8 * GB
+    model, buckets = PRESETS["llama-3-8b"], 0.2 * GB
     fixed = step_memory(model, "packed", Machines(8, 8, stage, 80 * GB), LADDER["as it is"]).fixed
     assert fixed == pytest.approx(bytes_of_parameter * model.parameters + buckets)
     if stage:
