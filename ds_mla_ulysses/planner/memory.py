@@ -64,15 +64,32 @@ class Setting:
 
 @dataclass(frozen=True)
 class Phase:
-    """A moment at which memory may be at its peak: bytes per local token, and bytes that do not depend on the length."""
+    """A moment at which memory may be at its peak.
+
+    Attributes:
+        name: for tables.
+        per_token: bytes per local token.
+        constant: bytes that do not depend on the length.
+        per_tile_token: bytes for each token of a tile.
+        tile: tokens of a tile.
+    """
 
     name: str
     per_token: float
     constant: float = 0.0
+    per_tile_token: float = 0.0
+    tile: int = 0
 
     def at(self, tokens: float) -> float:
         """Bytes with so many local tokens."""
-        return self.per_token * tokens + self.constant
+        return self.per_token * tokens + self.constant + self.per_tile_token * min(tokens, self.tile)
+
+    def tokens_in(self, free: float, beside: float) -> float:
+        """The local tokens with which the phase takes `free` bytes, and `beside` bytes for each of them."""
+        with_whole_tile = (free - self.constant - self.per_tile_token * self.tile) / (beside + self.per_token)
+        if with_whole_tile >= self.tile:
+            return with_whole_tile
+        return (free - self.constant) / (beside + self.per_token + self.per_tile_token)
 
 
 @dataclass(frozen=True)
@@ -154,7 +171,7 @@ class StepMemory:
         """Returns the most local tokens that fit, 0 if not even one does, and what limits them."""
         free = machines.memory - machines.reserve - self.fixed
         phases = [phase for component in self.components for phase in component.phases]
-        limits = [((free - phase.constant) / (self.kept + phase.per_token), "GPU memory") for phase in phases]
+        limits = [(phase.tokens_in(free, self.kept), "GPU memory") for phase in phases]
         if machines.host_memory is not None:
             free_host = machines.host_memory - self.host_fixed
             if free_host < 0:
@@ -269,9 +286,9 @@ def head_phases(model: Model, setting: Setting) -> list[Phase]:
     norm_backward = Phase("backward of the last norm", (BF16 * D if fused else 0) + _norm_backward(D, fused))
     if not setting.tiles_loss:
         return [Phase("whole logits", saved + BF16 * D + (2 * BF16 + 2 * FP32) * V), norm_backward]
-    logits = (BF16 + 2 * FP32) * V * tokens_of_tile("auto", V)
+    logits, tile = (BF16 + 2 * FP32) * V, tokens_of_tile("auto", V)
     return [
-        Phase("a tile of logits", saved + 2 * BF16 * D, FP32 * V * D + logits),
+        Phase("a tile of logits", saved + 2 * BF16 * D, FP32 * V * D, logits, tile),
         Phase("gradients of two tiles", saved + 2 * BF16 * D, (2 * BF16 + FP32) * V * D),
         Phase("scaled gradients of the head", saved + 2 * BF16 * D, (BF16 + FP32) * V * D),
         norm_backward,
