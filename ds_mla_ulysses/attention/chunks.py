@@ -5,7 +5,7 @@ The keys and values of each chunk are computed from compact ones, used and freed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,22 +70,56 @@ def chunk_sizes(heads: int, ranks: int, count: int) -> list[int]:
     return HeadChunks(heads, ranks, count).sizes
 
 
-class ForChunks(torch.autograd.Function):
-    """Returns the same tensor once for each chunk.
+class _Sum:
+    """The sum of the gradients of the chunks whose backward has run."""
 
-    Backward: the gradients of the chunks are summed in fp32 (or wider) and rounded once.
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    def add(self, grad: Tensor) -> None:
+        if self._total is None:
+            self._total = grad.to(accumulation_dtype(grad.dtype), copy=True)
+        else:
+            self._total.add_(grad)
+
+    def take(self) -> Tensor | None:
+        """Returns the sum and begins the next one, for a backward that runs again."""
+        total, self._total = self._total, None
+        return total
+
+
+class _Fork(torch.autograd.Function):
+    """Returns the same tensor twice: for a chunk, and for the fork of the next chunk.
+
+    Backward: adds the gradient of the chunk to the sum. The fork of the first chunk, whose backward is the last, returns
+    the sum. The gradients do not travel along the chain, where autograd would round them to the tensor's dtype.
     """
 
     @staticmethod
-    def forward(ctx: Any, count: int, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for _ in range(count))
+    def forward(ctx: Any, x: Tensor, total: _Sum, is_first: bool) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.total, ctx.is_first, ctx.dtype = total, is_first, x.dtype
+        return x.view_as(x), x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        total = grads[0].to(accumulation_dtype(grads[0].dtype), copy=True)
-        for grad in grads[1:]:
-            total.add_(grad)
-        return None, total.to(grads[0].dtype)
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is not None:
+            ctx.total.add(grad)
+        total = ctx.total.take() if ctx.is_first else None
+        return None if total is None else total.to(ctx.dtype), None, None
+
+
+def for_chunks(count: int, x: Tensor) -> Iterator[Tensor]:
+    """Yields the same tensor once for each chunk. Ask for it right before the chunk is computed.
+
+    Backward runs through the chunks in the opposite order. The gradient of each is added to one sum in fp32 (or wider) and
+    freed before the next chunk's backward begins, so the memory does not grow with the number of chunks. The sum is rounded
+    once.
+    """
+    total = _Sum()
+    for chunk in range(count):
+        of_chunk, x = _Fork.apply(x, total, chunk == 0)
+        yield of_chunk
 
 
 def recomputed(fn: Callable[..., Any], *tensors: Tensor) -> Any:

@@ -21,7 +21,7 @@ from ..comm.group import SequenceGroup
 from ..layout.exchange import HeadsToTokens, TokensToHeads, start_tokens_to_heads
 from ..layout.gather import gather_rows, start_gather_rows
 from .base import SequenceAttention, tokens_first
-from .chunks import ForChunks, check_count, chunk_sizes, chunks_of_rank, recomputed
+from .chunks import check_count, chunk_sizes, chunks_of_rank, for_chunks, recomputed
 from .expansion import Expand, Latents
 
 
@@ -79,7 +79,7 @@ class MLAHeadExchange(SequenceAttention):
         under_way = start(0)
         if not alone:
             gathered = gather_rows(gathered, group, batch_first, pending)
-        gathered_by_chunk = zip(*(ForChunks.apply(n, x) for x in gathered), strict=True)
+        gathered_by_chunk = zip(*(for_chunks(n, x) for x in gathered), strict=True)
         outs = []
         for c, (heads, shared) in enumerate(zip(local_chunks, gathered_by_chunk, strict=True)):
             local, arriving = under_way

@@ -24,8 +24,9 @@ def _away(parameters: Sequence[Tensor]) -> list[Any]:
 
 
 def _gather(parameters: Sequence[Any]) -> None:
-    if parameters:
-        parameters[0].all_gather(list(parameters))
+    # One by one: with gloo, DeepSpeed 0.19.6 waits only for the last of several, and the others may not have arrived.
+    for p in parameters:
+        p.all_gather([p])
 
 
 def _shard_again(parameters: Sequence[Any]) -> None:

@@ -111,7 +111,7 @@ def compare_update(name, way, stage, tile=4, smoothing=0.0, checkpointing=False,
     got = full_parameters(model, stage)
     engine.destroy()
     want_losses, want = plain_steps(name, way, steps, smoothing)
-    assert losses == pytest.approx(want_losses, rel=1e-5)
+    assert losses == pytest.approx(want_losses, rel=1e-5), (losses, want_losses)
     for parameter, expected in want.items():
         error = (got[parameter] - expected).norm()
         change = (expected - start[parameter]).norm()

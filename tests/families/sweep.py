@@ -2,8 +2,8 @@
 
 python tests/families/sweep.py tests/results/families_DATE.json [--batches plain,packed] [--strategy packed] [NAME ...]
 
-Without names it checks every entry that the file does not have yet, so that a sweep can go on where it ended. The file is
-written after each entry.
+Without names it checks every entry that the file does not have yet, so that a sweep can go on where it ended. What is equal
+on 2 ranks is checked on 4 as well, with fewer batches and one strategy. The file is written after each entry.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from ds_mla_ulysses.checking.request import CASES
 from ds_mla_ulysses.checking.run import Worker, make_request
 from ds_mla_ulysses.planner.strategies import STRATEGIES
 
+#: What runs on 4 ranks, under the first strategy of each model.
+CASES_ON_4_RANKS = ("packed", "left")
 PACKAGES = ("torch", "deepspeed", "transformers")
 #: A model that does not run in float64 says so with one of these words.
 _OF_DTYPES = ("dtype", "scalar type", "Double", "same type")
@@ -73,6 +75,11 @@ def result_of(report: Report, cases: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+def is_due_on_4_ranks(row: dict[str, Any]) -> bool:
+    """Whether a model is equal on 2 ranks and was not checked on 4."""
+    return row["verdict"] == "equal" and row["ranks"] == 2 and "on 4 ranks" not in row
+
+
 def checkpoint_of(kind: str) -> str:
     """The checkpoint that the documentation of the config class names; empty if it names none."""
     from transformers import CONFIG_MAPPING
@@ -95,13 +102,22 @@ def main() -> None:
     known = entries()
     result = json.loads(args.file.read_text()) if args.file.exists() else {}
     done: dict[str, Any] = result.get("models", {})
-    names = args.names or [name for name in known if name not in done]
+    names = args.names or [name for name in known if name not in done or is_due_on_4_ranks(done[name])]
     cases, strategies = tuple(args.batches.split(",")), tuple(args.strategy.split(","))
     with Worker() as worker:
         for name in names[: args.most]:
-            report = check_entry(worker, name, known[name], cases, strategies, args.ranks)
-            done[name] = result_of(report, cases) | {"checkpoint": checkpoint_of(known[name].model_type)}
-            print(f"{report.verdict:12} {name:26} {report.seconds:5.1f} s  {report.reason[:200]}", flush=True)
+            if args.names or name not in done:
+                report = check_entry(worker, name, known[name], cases, strategies, args.ranks)
+                done[name] = result_of(report, cases) | {"checkpoint": checkpoint_of(known[name].model_type)}
+                print(f"{report.verdict:12} {name:26} {report.seconds:5.1f} s  {report.reason[:200]}", flush=True)
+            if is_due_on_4_ranks(done[name]):
+                first = tuple(done[name]["strategies"][:1])
+                report = check_entry(worker, name, known[name], CASES_ON_4_RANKS, first, 4)
+                done[name]["on 4 ranks"] = report.verdict
+                print(
+                    f"{report.verdict:12} {name:26} {report.seconds:5.1f} s  on 4 ranks {report.reason[:200]}",
+                    flush=True,
+                )
             store(args.file, done)
     print(dict(Counter(row["verdict"] for row in done.values())), f"{len(known) - len(set(known) & set(done))} to do")
 

@@ -11,6 +11,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from sweep import CASES_ON_4_RANKS
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "supported-models.md"
 TESTED = ROOT / "ds_mla_ulysses" / "hf" / "tested.py"
@@ -31,6 +33,20 @@ _OTHERS = {
     "fails": ("Failing", "`parallelize` accepts these models, but a step raises."),
     "not checked": ("Not checked", "No small model of these could be built and run in one process."),
 }
+
+
+def _on_4_ranks(models: dict[str, dict[str, Any]]) -> list[str]:
+    """What is said of the checks on 4 ranks; nothing if there were none."""
+    found = {name: row["on 4 ranks"] for name, row in models.items() if "on 4 ranks" in row}
+    if not found:
+        return []
+    batches = " and ".join(_BATCHES[name] for name in CASES_ON_4_RANKS)
+    others = [f"{_named(name)} ({verdict})" for name, verdict in found.items() if verdict != "equal"]
+    equal = len(found) - len(others)
+    return [
+        f"Those that are equal were also compared on 4 processes, under the first strategy named, with {batches}:",
+        f"{equal} are equal there too" + (f"; the others: {', '.join(others)}." if others else "."),
+    ]
 
 
 def newest_result() -> Path:
@@ -59,6 +75,7 @@ def page(result: dict[str, Any]) -> str:
         f"The result is {said}. The versions were {versions}, on Python {result['python']}.",
         "",
         f"Each was compared on {' and '.join(map(str, ranks))} processes with one, with {compared}.",
+        *_on_4_ranks(models),
         "A checkpoint may have layers that the defaults lack: check its own config.json.",
         "",
         "## Equal",

@@ -80,6 +80,8 @@ def test_every_model_type_is_equal_or_refused_with_a_sentence():
     for name, row in RESULT["models"].items():
         assert row["verdict"] in ("equal", "refused"), name
         assert row["verdict"] == "equal" or len(row["reason"].split()) > 5, name
+        # Some have too few heads for their strategy on 4 ranks.
+        assert row["verdict"] == "refused" or row["on 4 ranks"] in ("equal", "refused"), name
 
 
 def test_float64_results_are_within_the_tolerance():

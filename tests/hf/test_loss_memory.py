@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from stored_bytes import StoredBytes
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
