@@ -251,7 +251,8 @@ def measure(
     model.config._attn_implementation_internal = ATTENTION
     model.config._experts_implementation_internal = "grouped_mm"
     loss_tile = "auto" if setting.tiles_loss else None
-    handle = dmu.parallelize(model, strategy=strategy, loss_tile=loss_tile, checks="never")
+    settings = {"strategy": strategy, "head_chunks": setting.head_chunks, "loss_tile": loss_tile}
+    handle = dmu.parallelize(model, **settings, checks="never")
     model.activation_checkpointing_enable({"use_reentrant": False}, offload=setting.offloads_inputs)
     if setting.tiles_layers:
         _fuse_norms(model)

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 #: What made a storage: the operator, the shape of its result, and the dtype.
 Origin = tuple[str, tuple[int, ...], str]
 
@@ -48,6 +50,8 @@ class StoredBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function is _WAIT and isinstance(args[0], FakeTensor):
+            return args[0]  # as it does; its fake would be another tensor
         body = self._body_of(function)
         if body is None:
             out = function(*args, **(kwargs or {}))

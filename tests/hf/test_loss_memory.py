@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from stored_bytes import StoredBytes
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

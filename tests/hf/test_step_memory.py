@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_mla_ulysses.planner.memory import GB, Machines, Setting, ladder, step_memory
+from ds_mla_ulysses.planner.memory import GB, Machines, ladder, step_memory
 from ds_mla_ulysses.planner.models import PRESETS
 from ds_mla_ulysses.planner.strategies import STRATEGIES
 
