@@ -254,7 +254,7 @@ def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, set
     saved.
     """
     D, fused = model.hidden, setting.tiles_layers
-    held = STRATEGIES[strategy].held(model.widths, ranks)
+    held = STRATEGIES[strategy].held(model.widths, ranks, setting.head_chunks)
     common = BF16 * D + _rotary(model.widths) + 9 * ranks + 8
     norm = _saved_by_norm(D, fused)
     before = common + norm + BF16 * D + _saved_by_projections(model, fused)

@@ -131,7 +131,7 @@ class Strategy(ABC):
         """Returns what the rank with the most work computes."""
 
     @abstractmethod
-    def held(self, widths: MLAWidths | HeadWidths, ranks: int) -> Held:
+    def held(self, widths: MLAWidths | HeadWidths, ranks: int, head_chunks: int) -> Held:
         """Returns the bytes per local token that attention holds, wire buffers included."""
 
     def kv_heads(self, widths: MLAWidths | HeadWidths, ranks: int) -> int:
@@ -189,6 +189,45 @@ def held_by_heads(
         local + saved + BF16 * (ranks - 1) * heads * widths.value,
         attended + BF16 * ranks * heads * widths.value + kernel,
     )
+
+
+def held_in_chunks(
+    widths: MLAWidths,
+    ranks: int,
+    head_chunks: int,
+    *,
+    local: float,
+    saved: float,
+    exchanged: float,
+    expanded: int,
+) -> Held:
+    """Returns what a strategy holds under which MLA's local heads are exchanged and attend in chunks of m heads.
+
+    Forward peaks when the last chunk leaves, with three times its tensors (local, on the wire, and of the chunk before),
+    or in the last chunk, or when the outputs of all chunks, 2HV, are joined, 2HV.
+
+    Backward peaks in the local attention of a chunk: its keys, output and row sums, perhaps packed keys and values, the
+    output's gradient 2nmV, the fp32 sum 4nmK, gradients 2nm(2K+V), and two things that wait: the whole output's gradient,
+    but not for the last chunk, and the fp32 sums of what all chunks share, but not for the first.
+
+    Args:
+        local: bytes of the tensors of local tokens that the module still holds.
+        saved: bytes of the tensors that arrive for all chunks, which each chunk's recomputation begins with.
+        exchanged: bytes of the tensors of all chunks' local tokens that are exchanged by heads.
+        expanded: width of one head's packed keys and values, if the chunk makes them; 0 if they arrive.
+    """
+    K, V, n, c = widths.key, widths.value, ranks, head_chunks
+    m, output, of_chunk = -(-HeadPartition(widths.heads, n).count(0) // c), BF16 * widths.heads * V, exchanged / c
+    attended = BF16 * n * m * (expanded + K + V) + FP32 * n * m
+    forward = max(
+        3 * of_chunk + (output * (c - 2) / c + BF16 * n * m * V if c > 2 else 0),
+        of_chunk + output * (c - 1) / c + attended,
+        of_chunk + 2 * output + BF16 * n * m * V,
+    )
+    sums = FP32 * n * (widths.rope + (widths.latent if expanded else 0))
+    backward = attended + n * m * (BF16 * V + FP32 * K + BF16 * (2 * K + V))
+    waiting = output + sums if c > 2 else max(output, sums)
+    return Held(saved + output, local + saved + forward, saved + waiting + backward)
 
 
 def local_queries(widths: MLAWidths | HeadWidths) -> float:

@@ -51,11 +51,14 @@ class GatherKV(Strategy):
         # The queries of the last rank attend to the most keys: so many times the mean of all ranks.
         return Computed(2 - 1 / work.ranks, expanded, queries)
 
-    def held(self, widths: MLAWidths | HeadWidths, ranks: int) -> Held:
+    def held(self, widths: MLAWidths | HeadWidths, ranks: int, head_chunks: int) -> Held:
         """Keys and values of all heads and tokens, with MLA packed and once more as keys; queries of the local tokens.
 
         Backward peaks in the local attention, with the gradients of all keys and values. Without latents these then
         travel back: they, two wire buffers, and the sums of the local tokens exist at once.
+
+        With head chunks, keys and values exist for one chunk of m heads at a time; the gradients of the chunks' queries
+        wait for the last chunk, and the latents' gradients are summed in fp32.
         """
         keys_and_values = self.kv_heads(widths, ranks) * (widths.key + widths.value)
         queries, output = BF16 * widths.heads * widths.key, BF16 * widths.heads * widths.value
@@ -67,6 +70,17 @@ class GatherKV(Strategy):
             whole = BF16 * ranks * keys_and_values
             # The gradients, two buffers without the local shard, and sums in fp32 and bf16 of the local tokens.
             returning = whole + BF16 * (2 * (ranks - 1) + 1) * keys_and_values + FP32 * keys_and_values + queries
+        if isinstance(widths, MLAWidths) and head_chunks > 1:
+            c, m = head_chunks, -(-widths.heads // head_chunks)
+            arrived = BF16 * ranks * (widths.latent + widths.rope)
+            attended = BF16 * ranks * m * of_head + m * (BF16 * widths.value + FP32)
+            of_kernel = m * (FP32 + BF16) * widths.key + BF16 * ranks * m * (widths.key + widths.value)
+            sums = FP32 * ranks * (widths.latent + widths.rope)
+            return Held(
+                arrived + queries + output,
+                arrived + local_queries(widths) + max(2 * output, attended + output * (c - 1) / c),
+                arrived + queries + output + attended + of_kernel + sums + queries * (c - 1) / c,
+            )
         saved = whole + queries + output + FP32 * widths.heads
         kernel = 2 * queries + queries + BF16 * ranks * keys_and_values  # the fp32 sum takes twice the bytes of queries
         return Held(saved, saved + local_queries(widths) - queries, max(saved + output + kernel, returning))

@@ -13,6 +13,7 @@ from .base import (
     Refusal,
     Strategy,
     held_by_heads,
+    held_in_chunks,
     local_queries,
     sent_by_heads,
 )
@@ -56,15 +57,28 @@ class LatentKV(Strategy):
             queries=work.tokens / work.ranks * work.widths.heads,
         )
 
-    def held(self, widths: MLAWidths | HeadWidths, ranks: int) -> Held:
+    def held(self, widths: MLAWidths | HeadWidths, ranks: int, head_chunks: int) -> Held:
         """Latents and queries arrive; packed keys and values are made of the latents, and keys with the RoPE key."""
         assert isinstance(widths, MLAWidths)
         heads = self.most_heads(widths, ranks)
+        arrived = BF16 * ranks * (widths.latent + widths.rope + heads * widths.key)
+        of_kv_head, local = widths.nope + widths.value, local_queries(widths)
+        if head_chunks > 1:
+            exchanged = BF16 * widths.heads * widths.key
+            return held_in_chunks(
+                widths,
+                ranks,
+                head_chunks,
+                local=local,
+                saved=arrived,
+                exchanged=exchanged,
+                expanded=of_kv_head,
+            )
         return held_by_heads(
             widths,
             ranks,
-            arrived=BF16 * ranks * (widths.latent + widths.rope + heads * widths.key),
-            made=BF16 * ranks * heads * (widths.nope + widths.value + widths.key),
+            arrived=arrived,
+            made=BF16 * ranks * heads * (of_kv_head + widths.key),
             gradients=BF16 * ranks * heads * (2 * widths.key + widths.value),
-            local=local_queries(widths),
+            local=local,
         )

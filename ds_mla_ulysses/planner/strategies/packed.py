@@ -14,6 +14,7 @@ from .base import (
     Held,
     Strategy,
     held_by_heads,
+    held_in_chunks,
     local_queries,
     sent_by_heads,
 )
@@ -56,7 +57,7 @@ class Packed(Strategy):
         pairs = work.tokens / work.ranks * work.widths.heads
         return Computed(self.imbalance_of_heads(work), expanded=pairs, queries=pairs)
 
-    def held(self, widths: MLAWidths | HeadWidths, ranks: int) -> Held:
+    def held(self, widths: MLAWidths | HeadWidths, ranks: int, head_chunks: int) -> Held:
         """Queries, keys and values are views of what arrived; with MLA, keys are written once more with the RoPE key.
 
         In backward, the gradients travel back when the local attention is done: they, a wire buffer and a receive buffer
@@ -73,13 +74,24 @@ class Packed(Strategy):
             gradients = heads * widths.key + kv_heads * of_kv_head
         arrived = ranks * (heads * widths.key + kv_heads * of_kv_head)
         of_token = widths.heads * widths.key + all_kv_heads * of_kv_head
+        local = local_queries(widths) + BF16 * all_kv_heads * of_kv_head
+        if head_chunks > 1 and isinstance(widths, MLAWidths):
+            return held_in_chunks(
+                widths,
+                ranks,
+                head_chunks,
+                local=local,
+                saved=BF16 * (arrived + ranks * widths.rope),
+                exchanged=BF16 * of_token,
+                expanded=0,
+            )
         held = held_by_heads(
             widths,
             ranks,
             arrived=BF16 * arrived,
             made=BF16 * ranks * made,
             gradients=BF16 * ranks * gradients,
-            local=local_queries(widths) + BF16 * all_kv_heads * of_kv_head,
+            local=local,
         )
         returning = BF16 * (ranks * gradients + 2 * arrived * (ranks - 1) / ranks + of_token) if ranks > 1 else 0
         return Held(held.saved, held.forward, max(held.backward, returning))
