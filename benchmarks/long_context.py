@@ -26,28 +26,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MethodType
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-
-import pairs
+import pairs  # makes the package importable, and tells DeepSpeed that there is no GPU
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_mla_ulysses.planner.memory import GB, Component, Machines, Setting, ladder, step_memory
-from ds_mla_ulysses.planner.models import PRESETS, Model
+from ds_mla_ulysses.planner.models import PRESETS
 from ds_mla_ulysses.planner.strategies import STRATEGIES
 from ds_mla_ulysses.stored_bytes import StoredBytes
 
@@ -252,7 +246,7 @@ def measure(
     settings = {"strategy": strategy, "head_chunks": setting.head_chunks, "loss_tile": loss_tile}
     handle = dmu.parallelize(model, **settings, checks="never")
     model.activation_checkpointing_enable({"use_reentrant": False}, offload=setting.offloads_inputs)
-    if setting.tiles_layers:
+    if setting.fuses_norms:
         _fuse_norms(model)
     if not has_head:
         model.model.norm = _End()

@@ -35,6 +35,8 @@ from .work import Work
 GB = 1e9
 #: DeepSpeed's reduce_bucket_size in configs/zero3_long.json, in elements. A bucket is held twice, as sent and as reduced.
 _BUCKET = 50_000_000
+#: Tokens of a tile of norm and MLP, or of experts, in the ladder.
+MLP_TILE = 8192
 #: Adam and the master weights in fp32.
 _OPTIMIZER = 3 * FP32
 
@@ -48,7 +50,8 @@ class Setting:
         tiles_loss: whether logits are made a tile of tokens at a time (`loss_tile`).
         offloads_inputs: whether layer inputs are kept on the host.
         offloads_optimizer: whether the optimizer is kept on the host.
-        tiles_layers: whether norm and MLP, or experts, run a tile of tokens at a time, and norms are fused.
+        fuses_norms: whether norms are fused, as Liger's are.
+        tiles_layers: whether norm and MLP, or experts, run a tile of tokens at a time (`mlp_tile`).
         head_chunks: see `parallelize`.
         keeps_attention: whether attention's output is kept instead of recomputed.
     """
@@ -57,6 +60,7 @@ class Setting:
     tiles_loss: bool = False
     offloads_inputs: bool = False
     offloads_optimizer: bool = False
+    fuses_norms: bool = False
     tiles_layers: bool = False
     head_chunks: int = 1
     keeps_attention: bool = False
@@ -193,8 +197,8 @@ def ladder(head_chunks: int, offload: Sequence[str] = ("optimizer", "inputs")) -
     moved = replace(
         tiled, name="offload", offloads_inputs="inputs" in offload, offloads_optimizer="optimizer" in offload
     )
-    layers = replace(moved, name="tiled layers", tiles_layers=True)
-    return [Setting("as it is"), tiled, *([moved] if offload else []), layers]
+    norms = replace(moved, name="fused norms", fuses_norms=True)
+    return [Setting("as it is"), tiled, *([moved] if offload else []), norms]
 
 
 def step_memory(model: Model, strategy: str, machines: Machines, setting: Setting) -> StepMemory:
@@ -249,11 +253,14 @@ def step_memory(model: Model, strategy: str, machines: Machines, setting: Settin
 def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, setting: Setting) -> list[Phase]:
     """Returns the phases of the backward of one layer, recomputation included; without the layer's input.
 
+    A tile of norm and MLP saves its input, and its backward makes that input's gradient, 2D each, and sums the gradients
+    of the weights in fp32.
+
     In all of them exist the gradient of the layer's output, 2D, RoPE's cosines and sines, and where documents begin, 9n.
     Until the backward of the first norm there are also what that norm saved, its output, 2D, and what the projections
     saved.
     """
-    D, fused = model.hidden, setting.tiles_layers
+    D, fused = model.hidden, setting.fuses_norms
     held = STRATEGIES[strategy].held(model.widths, ranks, setting.head_chunks)
     common = BF16 * D + _rotary(model.widths) + 9 * ranks + 8
     norm = _saved_by_norm(D, fused)
@@ -265,13 +272,17 @@ def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, set
         Phase("attention backward", before + held.backward),
         Phase("backward of the first norm", norm_backward),
     ]
-    second = (
-        norm + BF16 * D + (BF16 * D if fused else 0)
-    )  # a fused norm saves its bf16 input, which exists for it alone
     name, of_mlp = ("experts", _experts(model)) if has_experts else ("MLP", 6 * BF16 * model.intermediate)
-    phases.append(Phase(name, after + second + of_mlp))
-    phases.append(Phase("backward of the second norm", after - common + norm_backward))
-    return phases
+    if setting.tiles_layers:
+        weights = FP32 * (model.expert_parameters if has_experts else model.mlp_parameters)
+        of_tile = _saved_by_norm(D, fused) + 3 * BF16 * D + of_mlp
+        return [*phases, Phase(f"{name} in tiles", after + 2 * BF16 * D, weights, of_tile, MLP_TILE)]
+    own_input = BF16 * D if fused else 0  # a fused norm saves its input, which exists for nothing else
+    return [
+        *phases,
+        Phase(name, after + norm + BF16 * D + own_input + of_mlp),
+        Phase("backward of the second norm", after - common + own_input + norm_backward),
+    ]
 
 
 def head_phases(model: Model, setting: Setting) -> list[Phase]:
@@ -281,7 +292,7 @@ def head_phases(model: Model, setting: Setting) -> list[Phase]:
     each token of a tile. The gradient of the head's input, 2D, is kept until backward, which scales it, and so is the
     head's gradient in fp32, 4VD; when that is made, and when it is scaled, it exists once more, in bf16 and in fp32.
     """
-    D, V, fused = model.hidden, model.vocabulary, setting.tiles_layers
+    D, V, fused = model.hidden, model.vocabulary, setting.fuses_norms
     saved = _saved_by_norm(D, fused) + (BF16 * D if fused else 0)
     norm_backward = Phase("backward of the last norm", (BF16 * D if fused else 0) + _norm_backward(D, fused))
     if not setting.tiles_loss:

@@ -38,7 +38,7 @@ def check(measured, plan):
     assert plan == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize("setting", ["as it is", "tiled layers"])
+@pytest.mark.parametrize("setting", ["as it is", "fused norms"])
 @pytest.mark.parametrize("name", long_context.MODEL_TYPES)
 def test_layers(name, setting):
     on_gpu = replace(LADDER[setting], offloads_inputs=False)  # the layer's input is given, and not counted
@@ -56,7 +56,7 @@ def test_strategies(strategy):
     check(peak.peak, component.largest(peak.tokens).at(peak.tokens))
 
 
-@pytest.mark.parametrize("setting", ["tiled loss", "tiled layers"])
+@pytest.mark.parametrize("setting", ["tiled loss", "fused norms"])
 @pytest.mark.parametrize("name", long_context.MODEL_TYPES)
 def test_head_and_loss(name, setting):
     component = planned(name, LADDER[setting]).components[-1]
