@@ -33,8 +33,9 @@ from .strategies.base import BF16, FP32
 from .work import Work
 
 GB = 1e9
-#: DeepSpeed's reduce_bucket_size in configs/zero3_long.json, in elements. A bucket is held twice, as sent and as reduced.
-_BUCKET = 50_000_000
+#: DeepSpeed's reduce_bucket_size and stage3_prefetch_bucket_size in configs/zero3_long.json, in elements. A bucket of
+#: gradients is held twice, as sent and as reduced.
+_BUCKET, _PREFETCHED = 50_000_000, 50_000_000
 #: Tokens of a tile of norm and MLP, or of experts, in the ladder.
 MLP_TILE = 8192
 #: Adam and the master weights in fp32.
@@ -204,10 +205,10 @@ def ladder(head_chunks: int, offload: Sequence[str] = ("optimizer", "inputs")) -
 def step_memory(model: Model, strategy: str, machines: Machines, setting: Setting) -> StepMemory:
     """Returns what a step holds.
 
-    ZeRO shares the optimizer from stage 1 on, gradients from stage 2 on and parameters from stage 3 on. At stage 3, two
-    layers are whole at a time, the one that runs and the one that is fetched, or the head; from stage 2 on the
-    gradients of one layer exist before they are shared. An optimizer on the host takes the shares of gradients along,
-    in bf16 and for its step in fp32.
+    ZeRO shares the optimizer from stage 1 on, gradients from stage 2 on and parameters from stage 3 on. At stage 3, one
+    layer is whole at a time, or the head, beside a bucket that is fetched ahead; from stage 2 on the gradients of one
+    layer exist before they are shared. An optimizer on the host takes the shares of gradients along, in bf16 and for its
+    step in fp32.
 
     Raises:
         ValueError: the strategy or the setting is impossible.
@@ -230,7 +231,7 @@ def step_memory(model: Model, strategy: str, machines: Machines, setting: Settin
     ):
         if layers:
             of_layer = BF16 * (model.attention_parameters + of_mlp)
-            whole = (2 * of_layer if stage == 3 else 0) + (of_layer if stage >= 2 else 0)
+            whole = (of_layer + BF16 * _PREFETCHED if stage == 3 else 0) + (of_layer if stage >= 2 else 0)
             phases = layer_phases(model, has_experts, strategy, machines.ranks, setting)
             components.append(Component(name, [replace(p, constant=p.constant + whole) for p in phases]))
     of_head = BF16 * model.head_parameters if stage == 3 else 0

@@ -1,11 +1,13 @@
 """`plan --memory`: its numbers are those that are known of models and of published runs, and bad input is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from ds_mla_ulysses.cli import main
 from ds_mla_ulysses.hf.configs import find_model
+from ds_mla_ulysses.planner import memory
 from ds_mla_ulysses.planner.memory import GB, Machines, Setting, ladder, step_memory
 from ds_mla_ulysses.planner.models import PRESETS, Experts
 
@@ -160,3 +162,10 @@ def test_configs_without_what_memory_needs(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--model", str(tmp_path), "--gpus", "2", "--memory", "80"])
     assert "the config has no num_hidden_layers" in capsys.readouterr().err
+
+
+def test_buckets_are_those_of_the_config():
+    config = json.loads((Path(__file__).parents[2] / "configs" / "zero3_long.json").read_text())["zero_optimization"]
+    assert config["reduce_bucket_size"] == memory._BUCKET
+    assert config["stage3_prefetch_bucket_size"] == memory._PREFETCHED
+    assert config["stage3_max_reuse_distance"] == 0  # parameters are not kept after they were used
