@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import UlyssesValueError
+from ..hf.configs import read_config, refuse_endless
 from ..planner.strategies import STRATEGIES
 from .report import Report
 from .request import CASES, TOLERANCES, Request
@@ -192,14 +193,11 @@ def _config_of(config: Any) -> tuple[str, dict[str, Any], bool]:
         if isinstance(config, str) and config.replace("-", "_").replace(".", "_").isidentifier():
             return config, {"model_type": config}, True
         raise UlyssesValueError(f"{str(config)!r} is neither a config.json, nor a folder with one, nor a model type.")
-    try:
-        values = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise UlyssesValueError(f"{path} is not JSON: {error}.") from None
-    return str(config), _checked(values, str(path)), False
+    return str(config), _checked(read_config(path), str(path)), False
 
 
 def _checked(values: Any, name: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UlyssesValueError(f"{name} has no model_type.")
+    refuse_endless(values, name)
     return values

@@ -16,6 +16,8 @@ Result = TypeVar("Result")
 
 #: Config classes make lists with an entry for each layer.
 _MOST_LAYERS = 10_000
+#: How deeply the values of a config may be nested. Code that reads configs calls itself for each level.
+_DEEPEST = 50
 
 
 def find_widths(model: str) -> MLAWidths | HeadWidths:
@@ -50,36 +52,49 @@ def _of_config(model: str, numbers_of: Callable[[Any], Result]) -> Result:
             f"{model!r} is neither one of {', '.join(PRESETS)} nor a config.json or a folder with one (names on the "
             "Hub are not fetched)."
         )
-    try:
-        return numbers_of(_text_config(_read(path)))
-    except RecursionError:
-        raise UlyssesValueError(f"{path} is nested too deeply for the config of a model.") from None
+    return numbers_of(_text_config(read_config(path)))
 
 
-def _read(path: Path) -> Any:
-    """What the JSON file says.
+def read_config(path: Path) -> Any:
+    """Returns the values of a JSON file.
 
     Raises:
-        ValueError: it is not JSON, or says impossible numbers of layers.
+        ValueError: it is not JSON, is nested too deeply, or says impossible numbers of layers.
     """
     try:
         config = json.loads(path.read_text())
+    except RecursionError:
+        raise _too_deep(str(path)) from None
     except ValueError as error:
         raise UlyssesValueError(f"{path} is not JSON: {error}.") from None
-    _refuse_impossible_layers(config)
+    refuse_endless(config, str(path))
     return config
 
 
-def _refuse_impossible_layers(config: Any) -> None:
-    """Raises ValueError for numbers of layers with which transformers would make lists that fill the memory."""
-    values = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
-    for name, value in values:
-        is_count = isinstance(name, str) and name.endswith(("layer", "layers")) and isinstance(value, (int, float))
+def refuse_endless(config: Any, name: str, depth: int = 0) -> None:
+    """Raises ValueError for a config with which transformers would fill the memory, or would call itself too often.
+
+    Args:
+        config: the values, as JSON has them.
+        name: what the error calls the config.
+        depth: how deeply the values are nested in the config.
+    """
+    if depth > _DEEPEST:
+        raise _too_deep(name)
+    values = (
+        config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, (list, tuple)) else ()
+    )
+    for key, value in values:
+        is_count = isinstance(key, str) and key.endswith(("layer", "layers")) and isinstance(value, (int, float))
         if is_count and value > _MOST_LAYERS:
             raise UlyssesValueError(
-                f"the config says {name} {value!r}, which is more than the {_MOST_LAYERS} that are read."
+                f"the config says {key} {value!r}, which is more than the {_MOST_LAYERS} that are read."
             )
-        _refuse_impossible_layers(value)
+        refuse_endless(value, name, depth + 1)
+
+
+def _too_deep(name: str) -> UlyssesValueError:
+    return UlyssesValueError(f"{name} is nested too deeply for the config of a model.")
 
 
 def _text_config(config: Any) -> Any:

@@ -21,8 +21,9 @@ from ..comm.group import SequenceGroup
 from ..errors import UlyssesRuntimeError, UlyssesValueError
 from ..layout.batch import shard_batch
 from ..layout.loss import count_items, misfit, sequence_loss
-from ..layout.shard import Shard, labels_of
+from ..layout.shard import LAYOUT, Shard, ShardLayout, labels_of
 from .checks import Checks
+from .inputs import problem_of_group
 from .probe import returns_loss_function
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 HANDLE = "_ulysses_handle"
 #: By how much the loss may differ between ranks, relatively: the rounding of fp32 sums in another order.
 _LOSS_TOLERANCE = 1e-6
+_LOSS_OF_A_RANK = (
+    "the loss is not that of the sequence-parallel group: it is {}. In a loop, use handle.loss(logits, shard); in a "
+    "Trainer's compute_loss, return the loss of super().compute_loss. If each rank trains on whole sequences, call "
+    "engine.backward inside `with handle.plain():`, like the forward."
+)
 #: How many values of each parameter are compared between ranks.
 _SAMPLES = 16
 #: What ranks may be about to do when they agree before the head is gathered.
@@ -263,9 +269,12 @@ class Handle:
                 "micro-batches of the step."
             )
         try:
-            return labels_of(shard), None
+            labels = labels_of(shard)
         except (TypeError, ValueError) as error:
             return None, error
+        layout = shard.layout if isinstance(shard, Shard) else shard.get(LAYOUT)
+        sentence = problem_of_group(layout, self.group) if isinstance(layout, ShardLayout) else None
+        return labels, None if sentence is None else UlyssesValueError(sentence)
 
     def _compare_weights(self) -> None:
         """Raises ValueError on all ranks if their weights differ, by a few values of each; once. Engines share weights."""
@@ -316,16 +325,19 @@ class Handle:
         if not self.checks.due("loss"):
             return
         self._agree("backward")
-        value = loss.detach().double().nan_to_num(math.inf, math.inf, -math.inf).reshape(1)
-        highest, minus_lowest = all_reduce(torch.cat([value, -value]), self.group, "loss", dist.ReduceOp.MAX).tolist()
+        value = loss.detach().double().reshape(1)
+        is_nan = value.isnan().double()
+        value = value.nan_to_num(0.0, math.inf, -math.inf)
+        extremes = torch.cat([value, -value, is_nan, -is_nan])
+        extremes = all_reduce(extremes, self.group, "loss", dist.ReduceOp.MAX)
+        highest, minus_lowest, some_nan, minus_all_nan = extremes.tolist()
         lowest = -minus_lowest
-        if math.isfinite(highest) and highest - lowest > _LOSS_TOLERANCE * max(abs(highest), abs(lowest)):
-            raise UlyssesRuntimeError(
-                f"the loss is not that of the sequence-parallel group: it is {lowest:.6g} on one rank and {highest:.6g} on "
-                "another. In a loop, use handle.loss(logits, shard); in a Trainer's compute_loss, return the loss of "
-                "super().compute_loss. If each rank trains on whole sequences, call engine.backward inside "
-                "`with handle.plain():`, like the forward."
-            )
+        if some_nan != -minus_all_nan:
+            raise UlyssesRuntimeError(_LOSS_OF_A_RANK.format("nan on one rank and a number on another"))
+        are_finite = math.isfinite(highest) and math.isfinite(lowest)
+        tolerance = _LOSS_TOLERANCE * max(abs(highest), abs(lowest)) if are_finite else 0.0
+        if highest != lowest and highest - lowest > tolerance:
+            raise UlyssesRuntimeError(_LOSS_OF_A_RANK.format(f"{lowest:.6g} on one rank and {highest:.6g} on another"))
 
     def sum_gradients(self, model: nn.Module | None = None, group: dist.ProcessGroup | None = None) -> None:
         """Replaces every gradient by its sum over the group's ranks; for loops without an engine.

@@ -114,6 +114,19 @@ def _problem_of_layout(layout: Any, group: SequenceGroup, tokens: int) -> str | 
         return (
             f"{LAYOUT} must be the layout of a shard, as handle.shard(batch) makes it, got a {type(layout).__name__}."
         )
+    problem = problem_of_group(layout, group)
+    if problem is not None:
+        return problem
+    if tokens * layout.ranks != layout.length:
+        return (
+            f"the inputs have {tokens} tokens on this rank, but the shard's layout says {layout.length // layout.ranks} of "
+            f"{layout.length}: give the model shard.inputs as they are, not truncated and not those of another batch."
+        )
+    return None
+
+
+def problem_of_group(layout: ShardLayout, group: SequenceGroup) -> str | None:
+    """Why the layout is not that of this rank in the group."""
     if (layout.kind, layout.ranks, layout.rank) != (group.split, group.size, group.rank):
         return (
             f"the batch was sharded as {layout}, but the model has split={group.split!r} and this is rank {group.rank} of "
@@ -123,11 +136,6 @@ def _problem_of_layout(layout: Any, group: SequenceGroup, tokens: int) -> str | 
         return (
             f"the batch was sharded for the group of ranks {list(layout.members)}, but this rank shares the model's sequences "
             f"with the group of ranks {list(group.members)}: shard batches with handle.shard(batch) of this model's handle."
-        )
-    if tokens * layout.ranks != layout.length:
-        return (
-            f"the inputs have {tokens} tokens on this rank, but the shard's layout says {layout.length // layout.ranks} of "
-            f"{layout.length}: give the model shard.inputs as they are, not truncated and not those of another batch."
         )
     return None
 

@@ -191,7 +191,7 @@ def data_parallel():
     assert abs(got.item() / 2 - want) < 1e-6
 
 
-def shard_of_another_group():
+def shard_of_another_group(use):
     """The same rank of as many ranks in both groups, but rank 0 shares its sequences with another rank."""
     import torch.distributed as dist
 
@@ -207,11 +207,16 @@ def shard_of_another_group():
     batch = random_batch(1, 8)
     accepted = model(**handle.shard(batch).inputs).logits
     assert accepted.shape[1] == 4
-    model(**dmu.shard_batch(batch, of_batch).inputs)
+    other = dmu.shard_batch(batch, of_batch)
+    if use == "forward":
+        model(**other.inputs)
+    else:
+        handle.loss(accepted, other if use == "loss" else other.as_batch(), num_items=handle.num_items([other]))
 
 
-def test_a_shard_of_another_group_is_refused():
-    raises_on_ranks(4, ValueError, r"sharded for the group of ranks \[(0, 3|1, 2)\]", shard_of_another_group)
+@pytest.mark.parametrize("use", ["forward", "loss", "loss of a batch"])
+def test_a_shard_of_another_group_is_refused(use):
+    raises_on_ranks(4, ValueError, r"sharded for the group of ranks \[(0, 3|1, 2)\]", shard_of_another_group, use)
 
 
 def test_two_groups_of_two():

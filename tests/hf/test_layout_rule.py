@@ -1,5 +1,6 @@
 """A forward is sequence-parallel if it is given a layout. Without one it is the plain model, or refused."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -313,15 +314,24 @@ def checked(of_ranks):
     handle.check_loss(torch.tensor(of_ranks[dist.get_rank()]))
 
 
-@pytest.mark.parametrize("of_ranks", [(2.0, 2.0), (2.0, 2.0000002), (float("nan"),) * 2, (float("inf"),) * 2])
+NOT_FINITE = (2.0, float("nan"), float("inf"), -float("inf"))
+
+
+@pytest.mark.parametrize("of_ranks", [(2.0, 2.0000002), *zip(NOT_FINITE, NOT_FINITE, strict=True)])
 def test_losses_that_are_the_same_number(of_ranks):
     """An overflow in fp16 has to reach the loss scaler of the engine, which skips the step."""
     run_ranks(2, checked, of_ranks)
 
 
-@pytest.mark.parametrize("of_ranks", [(2.0, 2.001), (2.0, -2.0), (0.0, 1e-30)])
+@pytest.mark.parametrize("of_ranks", [(2.0, 2.001), (2.0, -2.0), (0.0, 1e-30), *itertools.permutations(NOT_FINITE, 2)])
 def test_losses_that_differ(of_ranks):
-    raises_on_ranks(2, RuntimeError, "the loss is not that of the sequence-parallel group", checked, of_ranks)
+    raises_on_ranks(
+        2,
+        RuntimeError,
+        "the loss is not that of the sequence-parallel group: it is .+ on one rank and .+ on another",
+        checked,
+        of_ranks,
+    )
 
 
 def waits_of_a_forward(strategy, kind):

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import assert_gradients, gradients, random_batch, reference_loss, reference_step, tiny_model
 from rank_pool import raises_on_ranks, run_ranks
 from test_parity import own_tokens, sharded_step
@@ -18,6 +19,14 @@ from ds_mla_ulysses.layout.tiled_loss import (
     tiled_sum_of_cross_entropies,
     tokens_of_tile,
 )
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process_group():
+    """Tests of one process run in this one, where `parallelize` initialises torch.distributed."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def family_of(name):

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import re
 import shutil
 
 import pytest
@@ -18,7 +19,7 @@ from models import (
     reference_step,
     tiny_model,
 )
-from rank_pool import raises_on_ranks, run_ranks
+from rank_pool import RankError, raises_on_ranks, run_ranks
 from test_parity import DOCUMENTS, LOSS, sharded_step
 
 
@@ -327,3 +328,29 @@ def test_compiled_layers_serve_all_layouts():
 def test_compiled_by_inductor():
     for graphs in run_ranks(2, compiled, "inductor", 3, 1e-6, timeout=400):
         assert graphs[1] == graphs[2], graphs
+
+
+def loses_its_peer():
+    import os
+    import signal
+
+    import ds_mla_ulysses as dmu
+
+    model = tiny_model("llama")
+    handle = dmu.parallelize(model)
+    shard = handle.shard(random_batch(1, 12))
+    model(**shard.inputs)
+    if handle.group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(2):  # what has arrived already may be enough for the first
+        model(**shard.inputs)
+
+
+@pytest.mark.slow  # it ends the ranks of a pool, whose start takes seconds
+def test_a_rank_that_is_killed_ends_the_others():
+    """At once, with gloo's own message, which docs/limits.md describes."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, loses_its_peer)
+    survivor, killed = str(caught.value).split("--- rank ")[1:]
+    assert re.search("Connection closed by peer|Connection reset by peer|Broken pipe", survivor), survivor
+    assert "ended with exit code -9" in killed and "no answer after" not in str(caught.value)

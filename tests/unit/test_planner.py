@@ -325,22 +325,34 @@ def test_without_torch():
 _LLAMA = dict(model_type="llama", hidden_size=64, num_attention_heads=4)
 
 
+@pytest.mark.parametrize("command", [("plan", "--sp", "2", "--tokens", "64"), ("check",)])
 @pytest.mark.parametrize(
     "text,message",
     [
         ('{"a":' * 5000 + "1" + "}" * 5000, "config.json is nested too deeply"),
         ("[" * 5000 + "]" * 5000, "config.json is nested too deeply"),
+        (json.dumps(_LLAMA)[:-1] + ', "x": ' + "[" * 900 + "]" * 900 + "}", "config.json is nested too deeply"),
         (json.dumps(_LLAMA | dict(num_hidden_layers=10**9)), "says num_hidden_layers 1000000000, which is more than"),
         (json.dumps(_LLAMA | dict(model_type="qwen2", num_hidden_layers=1e9)), "says num_hidden_layers 1000000000.0"),
         (json.dumps(dict(text_config=_LLAMA | dict(num_hidden_layers=10**9))), "says num_hidden_layers 1000000000"),
     ],
 )
-def test_configs_that_would_not_end(tmp_path, capsys, text, message):
+def test_configs_that_would_not_end(tmp_path, capsys, text, message, command):
     from ds_mla_ulysses.cli import main
 
     (tmp_path / "config.json").write_text(text)
     before = time.monotonic()
     with pytest.raises(SystemExit) as caught:
-        main(["plan", "--model", str(tmp_path), "--sp", "2", "--tokens", "64"])
+        main([*command, "--model", str(tmp_path)])
     assert time.monotonic() - before < 1
     assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_values_that_would_not_end():
+    """`check` takes a config as a dict too."""
+    nested = {}
+    for _ in range(5000):
+        nested = {"a": nested}
+    for values, message in (({"x": nested}, "nested too deeply"), ({"n_layers": 10**9}, "says n_layers 1000000000")):
+        with pytest.raises(ValueError, match=message):
+            ds_mla_ulysses.check(_LLAMA | values)
