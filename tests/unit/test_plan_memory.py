@@ -1,6 +1,7 @@
 """`plan --memory`: its numbers are those that are known of models and of published runs, and bad input is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from ds_mla_ulysses.planner.memory import GB, Machines, Setting, ladder, step_me
 from ds_mla_ulysses.planner.models import PRESETS, Experts
 
 LADDER = {setting.name: setting for setting in ladder(4)}
+PAGE = Path(__file__).parents[2] / "docs" / "long-sequences.md"
+#: The GPUs of the table in the documentation, if a model does not fit on 8.
+MORE_GPUS = {"deepseek-v3": 128}
 
 
 @pytest.mark.parametrize(
@@ -169,3 +173,30 @@ def test_buckets_are_those_of_the_config():
     assert config["reduce_bucket_size"] == memory._BUCKET
     assert config["stage3_prefetch_bucket_size"] == memory._PREFETCHED
     assert config["stage3_max_reuse_distance"] == 0  # parameters are not kept after they were used
+
+
+def test_the_ladder_in_the_documentation(capsys):
+    """The table is what the command says. If it changes, the assertion shows the new one."""
+    models = ["llama-3-8b", "qwen3-8b", "deepseek-v2-lite", "glm-4.7-flash", "deepseek-v3"]
+    lengths = {}
+    for name in models:
+        gpus = MORE_GPUS.get(name, 8)
+        words = ["--gpus", str(gpus), "--memory", "80", "--host-memory", str(1900 * gpus // 8)]
+        main(["plan", "--model", name, *words, "--json"])
+        for row in json.loads(capsys.readouterr().out)["rows"]:
+            lengths.setdefault(row["setting"]["name"], []).append(row["longest"])
+    lines = [["setting", *models], *([name, *map(_millions, found)] for name, found in lengths.items())]
+    table = ["| " + " | ".join(line) + " |" for line in lines]
+    table.insert(1, "|---|" + "--:|" * len(models))
+    assert "\n".join(table) + "\n" in PAGE.read_text()
+
+
+def _millions(tokens):
+    return f"{tokens / 1e6:.2f}M" if tokens else "none"
+
+
+def test_the_output_in_the_documentation(capsys):
+    text = PAGE.read_text()
+    (command,) = re.findall(r"^ds-mla-ulysses (plan --model llama-3-8b .*)$", text, re.M)
+    main(command.split())
+    assert f"```text\n{capsys.readouterr().out}```" in text
