@@ -4,7 +4,7 @@
     accelerate launch --config_file config.yaml --module ds_mla_ulysses.run train.py --my-argument 1
     torchrun --nproc-per-node 8 --module ds_mla_ulysses.run train.py --my-argument 1
 
-`--sp-in-eval`, `--strategy`, `--split`, `--head-chunks`, `--loss-tile` and `--checks` go in front of the script and are
+`--sp-in-eval`, `--strategy`, `--split`, `--head-chunks`, `--loss-tile`, `--mlp-tile` and `--checks` go in front of the script and are
 passed to `install`. With `-m`, the script is the name of a module.
 """
 
@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--loss-tile", type=_tile, default="auto", help="tokens of a tile of the loss, auto or none, as for parallelize"
     )
+    parser.add_argument("--mlp-tile", type=int, help="tokens of a tile of norms, MLPs and experts, as for parallelize")
     parser.add_argument("--checks", default="always", help="when to run the checks that cost time, as for parallelize")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it first
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> None:
         split=args.split,
         head_chunks=args.head_chunks,
         loss_tile=args.loss_tile,
+        mlp_tile=args.mlp_tile,
         checks=args.checks,
     )
     sys.argv = [args.script, *launchers, *args.arguments]

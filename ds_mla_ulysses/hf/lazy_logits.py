@@ -22,9 +22,7 @@ Letters: B batch · T local tokens · n tokens of a tile · D hidden width · V 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +42,15 @@ from ..layout.tiled_loss import (
     tokens_of_tile,
 )
 from .arguments import NotCopied
-from .sharded_weights import gather_until_accumulated, gathered, is_sharded_by_zero3, whole_shapes
+from .sharded_weights import (
+    gather_until_accumulated,
+    gathered,
+    has_hooks_of_the_user,
+    is_sharded_by_zero3,
+    package_of,
+    whole_shapes,
+    without_hooks,
+)
 
 #: Elementwise operations, recorded if everything but the logits is a number, a bool, None or a dtype.
 _ELEMENTWISE = {
@@ -147,7 +153,7 @@ class _Call:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's logits of any hidden states. The weights have to be whole."""
-        with torch.autocast(**self.autocast), _without_hooks(self.head.module):
+        with torch.autocast(**self.autocast), without_hooks(self.head.module):
             result: Tensor = self.head.module.forward(hidden)
             return result
 
@@ -390,7 +396,7 @@ class LazyLogits(Tensor):
         return self.materialise()[index]
 
     def _hook(self, hook: Callable[..., Any]) -> Any:
-        if _package_of(hook) not in _HOOKS_OF:
+        if package_of(hook) not in _HOOKS_OF:
             raise UlyssesRuntimeError(
                 "a hook on the logits needs their gradient, which is never made whole: parallelize (or install) with "
                 "loss_tile=None."
@@ -434,11 +440,6 @@ def _real(x: Any) -> Any:
     return x.materialise() if isinstance(x, LazyLogits) else x
 
 
-def _package_of(function: Any) -> str:
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return str(module).partition(".")[0]
-
-
 #: Whether the forwards of models that run in this thread, the innermost last, defer their heads.
 _DEFERS: ContextVar[tuple[bool, ...]] = ContextVar("ulysses_defers_head", default=())
 
@@ -464,7 +465,7 @@ class DeferredHead(NotCopied):
         """The head of a model; None if it is to make its logits whole, or has no head that is known to be linear."""
         find = getattr(model, "get_output_embeddings", None)
         head = find() if find is not None and loss_tile is not None else None
-        return None if head is None or loss_tile is None or not _is_linear(head) else cls(head, loss_tile)
+        return None if head is None or loss_tile is None or not is_linear(head) else cls(head, loss_tile)
 
     @property
     def is_sharded(self) -> bool:
@@ -491,13 +492,7 @@ class DeferredHead(NotCopied):
     def _is_deferrable(self, hidden: Any) -> bool:
         if not isinstance(hidden, Tensor) or hidden.ndim < 2 or not torch.is_grad_enabled():
             return False
-        modules = list(self.module.modules())
-        hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-        return (
-            _is_linear(self.module)
-            and not any(m._backward_hooks or m._backward_pre_hooks for m in modules)
-            and all(_package_of(hook) == "deepspeed" for hook in hooks)
-        )
+        return is_linear(self.module) and not has_hooks_of_the_user(list(self.module.modules()))
 
     def _defer(self, hidden: Tensor) -> LazyLogits:
         device, parameters = hidden.device.type, list(self.module.parameters())
@@ -516,24 +511,10 @@ class DeferredHead(NotCopied):
         return lazy
 
 
-def _is_linear(head: nn.Module) -> bool:
+def is_linear(head: nn.Module) -> bool:
     """Whether a module is an nn.Linear, or one in PEFT's adapters (LoRA, modules_to_save)."""
     if type(head) is nn.Linear:
         return True
     is_adapter = type(head).__module__.startswith("peft.") and hasattr(head, "out_features")
     known = (nn.Linear, nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict)
     return is_adapter and all(type(m) in known or m is head for m in head.modules())
-
-
-@contextmanager
-def _without_hooks(head: nn.Module) -> Iterator[None]:
-    """Inside the block, modules inside of the head run without their hooks, which are ZeRO-3's: the weights are whole."""
-    inside = list(head.modules())[1:]
-    hooks = [(m, m._forward_hooks, m._forward_pre_hooks) for m in inside]
-    for m in inside:
-        m._forward_hooks, m._forward_pre_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        for m, after, before in hooks:
-            m._forward_hooks, m._forward_pre_hooks = after, before

@@ -24,6 +24,7 @@ from .moba import kernel_of
 from .patch import ModelPatch
 from .strategies import check_layer, check_strategy, decide_strategy
 from .tested import TESTED
+from .tiled_layers import check_mlp_tile
 
 _logger = logging.getLogger("ds_mla_ulysses")
 
@@ -37,6 +38,7 @@ def parallelize(
     split: str = "contiguous",
     head_chunks: int = 1,
     loss_tile: int | str | None = "auto",
+    mlp_tile: int | None = None,
     checks: str = "always",
 ) -> Handle:
     """Makes a Hugging Face decoder attend over sequences that the ranks of a group share.
@@ -70,6 +72,8 @@ def parallelize(
             is a number of local tokens; None makes the logits whole, as the plain model does. Unless it is None, a
             sequence-parallel forward that records gradients returns logits that are made when they are used, by
             `handle.loss` (and the Trainer) a tile at a time, and by anything else whole.
+        mlp_tile: how many tokens norms, MLPs and experts compute at a time, again in backward; None for all local tokens.
+            Most memory of a long sequence is theirs. A tile of a few thousand tokens takes about as much time.
         checks: "always", "first" or "never": when to run the checks that cost a collective or a wait for the device
             (are the batches of a group equal, are labels in the vocabulary, is the loss the same on all ranks).
             `ds_mla_ulysses/hf/checks.py` says what each costs. "first" runs each of them once.
@@ -82,7 +86,8 @@ def parallelize(
         UnsupportedModelError: the model would be silently wrong; the message says what to do instead.
         ValueError: there are fewer heads than ranks, bad groups, an unknown strategy or split, or settings that differ
             between ranks.
-        TypeError: sp_size or head_chunks is not an int, or loss_tile is neither an int nor "auto" nor None.
+        TypeError: sp_size or head_chunks is not an int, loss_tile is neither an int nor "auto" nor None, or mlp_tile is
+            neither an int nor None.
         RuntimeError: the model is parallelized already.
     """
     settings: dict[str, Any] = {
@@ -90,6 +95,7 @@ def parallelize(
         "split": split,
         "head_chunks": head_chunks,
         "loss_tile": loss_tile,
+        "mlp_tile": mlp_tile,
         "checks": checks,
         "sp_size": sp_size,
         "a group was given": group is not None,
@@ -119,7 +125,7 @@ def parallelize(
             _logger.warning("strategy='auto' chose %s", why)
     for layer in found.layers:
         check_layer(layer, name, sequence_group.size, head_chunks)
-    patch = ModelPatch(model, found, sequence_group, kernels, name, head_chunks, loss_tile)
+    patch = ModelPatch(model, found, sequence_group, kernels, name, head_chunks, loss_tile, mlp_tile)
     handle = Handle(patch, data_rank=data_rank, data_size=data_size, why=why, checks=policy)
     patch.apply(**{HANDLE: handle})
     return handle
@@ -130,6 +136,7 @@ def _check_settings(model: nn.Module, **settings: Any) -> tuple[Auto | None, Che
     auto = check_strategy(settings["strategy"], settings["split"], settings["head_chunks"])
     policy, sp_size = Checks(settings["checks"]), settings["sp_size"]
     check_loss_tile(settings["loss_tile"])
+    check_mlp_tile(settings["mlp_tile"])
     if sp_size is not None and type(sp_size) is not int:
         raise UlyssesTypeError(f"sp_size must be an int, got {sp_size!r}.")
     if sp_size is not None and sp_size < 1:

@@ -10,6 +10,7 @@
 | the modules around it       | forward pre-hooks, which take away what they would make masks or caches of; forward    |
 |                             | hooks, which make `aux_loss` of the outputs that of the group; `loss_function`, which  |
 |                             | refuses labels that would be shifted within a shard                                    |
+| norms, MLPs, experts         | `forward`, which runs in tiles, see `tiled_layers.py`                                   |
 | the given model's head      | `_call_impl`, which returns logits that are not made yet, see `lazy_logits.py`          |
 
 One entry with a name of our own is added to transformers' attention functions and stays there; only patched modules
@@ -45,6 +46,7 @@ from .lazy_logits import DeferredHead
 from .local_attention import LayerKernel, as_autocast
 from .moba import MoBAKernel
 from .strategies import LayerStrategy, strategy_of
+from .tiled_layers import tiled_forwards
 from .wrappers import OUTER, Outer, Wrappers, marks_images, no_mask, problem_of_token_types
 
 #: Our entry in transformers' attention functions. It must not contain "flash", for which transformers looks.
@@ -131,10 +133,12 @@ class ModelPatch(NotCopied):
         strategy: str,
         head_chunks: int,
         loss_tile: int | str | None = None,
+        mlp_tile: int | None = None,
     ) -> None:
         self.model, self.group, self.strategy, self.head_chunks = model, group, strategy, head_chunks
         self.plain_depth = 0
         self.head = DeferredHead.of(model, loss_tile)
+        self._tiled = [] if mlp_tile is None else tiled_forwards(found.text_model, mlp_tile)
         self._text_model, self._layers, self._kernels = found.text_model, found.layers, kernels
         self._implementation = _config_of(found.text_model)._attn_implementation
         self._moba_kernels = [kernel for kernel in kernels if isinstance(kernel, MoBAKernel)]
@@ -183,6 +187,8 @@ class ModelPatch(NotCopied):
             if _depends_on_longest(rotary):
                 add(rotary.register_forward_pre_hook(_add_longest_position, with_kwargs=True).remove)
                 add(rotary.register_forward_hook(_cut_longest_position).remove)
+        for module, forward in self._tiled:
+            self._replace(module, "forward", forward)
         if self.head is not None:
             self._replace(self.head.module, "_call_impl", self.head)
         for name, value in attributes.items():

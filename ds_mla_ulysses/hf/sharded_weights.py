@@ -6,11 +6,12 @@ from DeepSpeed. Gathering is a collective of all ranks of the engine.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_sharded_by_zero3(parameters: Sequence[Tensor]) -> bool:
@@ -63,6 +64,28 @@ def whole_shapes(parameters: Sequence[Tensor]) -> Iterator[None]:
             p.data = data
 
 
+@contextmanager
+def gathered_until_accumulated(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Inside the block, the parameters are whole. Some stay whole until autograd has added to their gradients. A collective.
+
+    To be used in the backward that adds to them; it gathers them once for both.
+
+    Yields:
+        the parameters that are to stay whole, a list that the block fills.
+    """
+    away = _away(parameters)
+    _gather(away)
+    stay: list[Tensor] = []
+    try:
+        yield stay
+    finally:
+        kept = {id(p) for p in stay}
+        _shard_again([p for p in away if id(p) not in kept])
+        for p in away:
+            if id(p) in kept:
+                _GatheredForGradient(p, was_away=True)
+
+
 def gather_until_accumulated(parameters: Sequence[Tensor]) -> None:
     """Makes each parameter whole right before autograd adds to its gradient, and shards it again right afterwards.
 
@@ -75,10 +98,14 @@ def gather_until_accumulated(parameters: Sequence[Tensor]) -> None:
 
 
 class _GatheredForGradient:
-    """Two hooks of a parameter, which remove themselves."""
+    """Two hooks of a parameter, which remove themselves.
 
-    def __init__(self, parameter: Any) -> None:
-        self._parameter, self._was_away = parameter, False
+    Args:
+        was_away: whether the parameter has been gathered already, to be sharded again afterwards.
+    """
+
+    def __init__(self, parameter: Any, was_away: bool = False) -> None:
+        self._parameter, self._was_away = parameter, was_away
         self._handles = [
             parameter.register_hook(self._before),
             parameter.register_post_accumulate_grad_hook(self._after),
@@ -86,7 +113,7 @@ class _GatheredForGradient:
 
     def _before(self, grad: Tensor) -> None:
         away = _away([self._parameter])
-        self._was_away = bool(away)
+        self._was_away = self._was_away or bool(away)
         _gather(away)
 
     def _after(self, parameter: Any) -> None:
@@ -94,3 +121,31 @@ class _GatheredForGradient:
             handle.remove()
         if self._was_away:  # after DeepSpeed's hook, which is older and has reduced the gradient
             _shard_again([parameter])
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Inside the block, modules inside of the module run without their hooks, which are ZeRO-3's: the weights are whole."""
+    inside = list(module.modules())[1:]
+    hooks = [(m, m._forward_hooks, m._forward_pre_hooks) for m in inside]
+    for m in inside:
+        m._forward_hooks, m._forward_pre_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for m, after, before in hooks:
+            m._forward_hooks, m._forward_pre_hooks = after, before
+
+
+def has_hooks_of_the_user(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules have hooks other than DeepSpeed's."""
+    if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
+        return True
+    hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    return not all(package_of(hook) == "deepspeed" for hook in hooks)
+
+
+def package_of(function: Any) -> str:
+    """The name of the package in which a function or the class of a callable is defined."""
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return str(module).partition(".")[0]

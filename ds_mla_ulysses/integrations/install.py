@@ -36,6 +36,7 @@ from typing import Any
 from ..errors import UlyssesRuntimeError
 from ..hf.checks import Checks
 from ..hf.strategies import check_strategy
+from ..hf.tiled_layers import check_mlp_tile
 from ..layout.tiled_loss import check_loss_tile
 from ..planner.auto import Auto
 from ..process_state import PROCESS
@@ -57,6 +58,7 @@ def install(
     split: str = "contiguous",
     head_chunks: int = 1,
     loss_tile: int | str | None = "auto",
+    mlp_tile: int | None = None,
     checks: str = "always",
 ) -> None:
     """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
@@ -69,11 +71,12 @@ def install(
     Args:
         sp_in_eval: whether the ranks share sequences in evaluation and prediction of a Trainer too. By default each rank
             evaluates different samples with the plain model, as without sequence parallelism.
-        strategy, split, head_chunks, loss_tile, checks: arguments of `parallelize`, for every model.
+        strategy, split, head_chunks, loss_tile, mlp_tile, checks: arguments of `parallelize`, for every model.
 
     Raises:
-        TypeError: head_chunks is not an int, or loss_tile is neither an int nor "auto" nor None.
-        ValueError: the strategy, the policy of checks, loss_tile or head_chunks is not valid, or the strategy does not support the
+        TypeError: head_chunks is not an int, loss_tile is neither an int nor "auto" nor None, or mlp_tile is neither an
+            int nor None.
+        ValueError: the strategy, the policy of checks, head_chunks, loss_tile or mlp_tile is not valid, or the strategy does not support the
             split.
         RuntimeError: the installed versions lack a symbol of the table, or other settings are installed already.
 
@@ -85,6 +88,7 @@ def install(
         "split": split,
         "head_chunks": head_chunks,
         "loss_tile": loss_tile,
+        "mlp_tile": mlp_tile,
         "checks": checks,
     }
     settings = {"sp_in_eval": sp_in_eval, **of_models}
@@ -95,6 +99,7 @@ def install(
         return
     check_strategy(strategy, split, head_chunks)
     check_loss_tile(loss_tile)
+    check_mlp_tile(mlp_tile)
     Checks(checks)
     for package in _REPLACES_IN:
         if check(package) != "ok":

@@ -128,7 +128,7 @@ def test_install_twice():
     now = found()
     ds_mla_ulysses.install()
     assert all(a is b for a, b in zip(found(), now, strict=True))
-    found_settings = r"installed already, with sp_in_eval=False, strategy='packed', split='contiguous', head_chunks=1, loss_tile='auto', checks='always': call ds_mla_ulysses.uninstall"
+    found_settings = r"installed already, with sp_in_eval=False, strategy='packed', split='contiguous', head_chunks=1, loss_tile='auto', mlp_tile=None, checks='always': call ds_mla_ulysses.uninstall"
     for other in (dict(sp_in_eval=True), dict(strategy="gather_kv"), dict(strategy="gather_kv", split="head_tail")):
         with pytest.raises(RuntimeError, match=found_settings):
             ds_mla_ulysses.install(**other)
@@ -155,9 +155,11 @@ def test_the_command_passes_every_argument_of_install(monkeypatch, tmp_path):
     run.main([str(script), "--checks", "mine"])
     defaults = {name: p.default for name, p in inspect.signature(ds_mla_ulysses.install).parameters.items()}
     assert given == [defaults]
-    wanted = dict(sp_in_eval=True, strategy="gather_kv", split="head_tail", head_chunks=2, loss_tile=7, checks="first")
+    wanted = dict(
+        sp_in_eval=True, strategy="gather_kv", split="head_tail", head_chunks=2, loss_tile=7, mlp_tile=9, checks="first"
+    )
     assert wanted.keys() == defaults.keys()
-    options = "--sp-in-eval --strategy gather_kv --split head_tail --head-chunks 2 --loss-tile 7 --checks first"
+    options = "--sp-in-eval --strategy gather_kv --split head_tail --head-chunks 2 --loss-tile 7 --mlp-tile 9 --checks first"
     run.main([*options.split(), str(script), "--checks", "mine"])
     assert given[1] == wanted
     run.main(["--loss-tile", "none", str(script), "--checks", "mine"])

@@ -25,7 +25,7 @@ from models import gradient_errors, tiny_model
 from rank_pool import run_ranks
 
 RTOL = 1e-4
-OF_INSTALL = ("sp_in_eval", "strategy", "split", "head_chunks", "loss_tile")
+OF_INSTALL = ("sp_in_eval", "strategy", "split", "head_chunks", "loss_tile", "mlp_tile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Run:
         prepare: `prepare(model) -> model` before the Trainer is built.
         trainer: `trainer(Run) -> dict` of further arguments of the Trainer; its class under "class".
         extra: `extra(trainer) -> Any` after training.
-        sp_in_eval, strategy, split, head_chunks, loss_tile: arguments of install.
+        sp_in_eval, strategy, split, head_chunks, loss_tile, mlp_tile: arguments of install.
         handler: arguments of DeepSpeedSequenceParallelConfig.
     """
 
@@ -64,6 +64,7 @@ class Run:
     split: str = "contiguous"
     head_chunks: int = 1
     loss_tile: int | str | None = "auto"
+    mlp_tile: int | None = None
     handler: tuple[tuple[str, Any], ...] = ()
 
 
