@@ -56,7 +56,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, first_query: int = 0) -> Tensor:
         return moba_attention(q, k, v, k.shape[1], 1, first_query=first_query)  # as a model's local attention does
     width = q.shape[-1]  # with unequal widths it would compute all scores at once
     padded = F.pad(v, (0, width - v.shape[-1]))
-    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, padded)), is_causal=True)
+    grouped = q.shape[2] > k.shape[2]
+    out = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, padded)), is_causal=True, enable_gqa=grouped
+    )
     return out.transpose(1, 2)[..., : v.shape[-1]]
 
 

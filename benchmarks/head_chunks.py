@@ -1,4 +1,4 @@
-"""Memory and time of one MLA layer whose heads are expanded and attend in chunks: head_chunks.
+"""Memory and time of one layer whose heads attend in chunks: head_chunks.
 
     python benchmarks/head_chunks.py --preset deepseek-v3 --tokens 1024 [--json] [--plot memory.png]
 
@@ -9,7 +9,10 @@ attention_layer.py, with a real attention (scaled_dot_product_attention) in betw
 some minutes; --preset deepseek-v2-lite takes less. With few tokens, keys and values are not most of the memory, and chunks
 hold more than they save. --plot FILE.png draws peak_MB.
 
-Letters: T local tokens · H heads · N key width without position · R RoPE key width · V value width · S, L as in
+With MLA, a chunk's keys and values are expanded from latents. A preset without latents, such as llama-3-8b, begins with
+queries, keys and values.
+
+Letters: T local tokens · H heads · G KV heads · N key width without position · R RoPE key width · V value width · S, L as in
 attention_layer.py.
 """
 
@@ -25,26 +28,33 @@ import pairs
 import torch
 import torch.distributed as dist
 from attention_layer import LATENT_WIDTH, sdpa
-from exchange import PRESETS
+from dense_exchange import PRESETS as DENSE
+from exchange import PRESETS as MLA
 from torch import Tensor
 
-STRATEGIES = ("packed", "latent_kv", "gather_kv")
+PRESETS = MLA | DENSE
+
+
+def strategies(preset: str) -> tuple[str, ...]:
+    return ("packed", "latent_kv", "gather_kv") if preset in MLA else ("packed", "gather_kv")
 
 
 def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
     """Each strategy with the numbers of chunks that a rank has heads for; all are compared with the first number."""
     heads = PRESETS[args.preset][0]
-    local = {strategy: heads if strategy == "gather_kv" else heads // args.memory_ranks for strategy in STRATEGIES}
-    return [(strategy, chunks) for strategy in STRATEGIES for chunks in args.chunks if chunks <= local[strategy]]
+    ranks = {strategy: 1 if strategy == "gather_kv" else args.memory_ranks for strategy in strategies(args.preset)}
+    return [(strategy, chunks) for strategy in ranks for chunks in args.chunks if chunks <= heads // ranks[strategy]]
 
 
 def layer(
     args: argparse.Namespace, strategy: str, chunks: int, tokens: int, group: Any
 ) -> tuple[Callable, list[Tensor]]:
-    """A forward from latents to the output, and its leaves: query, latent, RoPE key and the weight of kv_b_proj."""
+    """A forward to the output, and its leaves: query, latent, RoPE key and the weight of kv_b_proj; or query, key, value."""
     import ds_mla_ulysses as dmu
     from ds_mla_ulysses.hf.head_projections import WithHeads
 
+    if args.preset in DENSE:
+        return dense_layer(args, strategy, chunks, tokens, group)
     (H, N, R, V), T, dtype = PRESETS[args.preset], tokens // group.size, pairs.DTYPES[args.dtype]
     q, latent, shared = (
         torch.randn(1, T, *tail, dtype=dtype, requires_grad=True) for tail in ((H, N + R), (LATENT_WIDTH,), (R,))
@@ -55,12 +65,6 @@ def layer(
 
     def expand(latent_BSL: Tensor, heads: slice) -> Tensor:
         return kv_b_proj(latent_BSL, heads=heads).unflatten(-1, (-1, N + V))
-
-    def of_run(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
-        # With fake tensors, a causal sdpa needs as many queries as keys; without causality the memory is the same.
-        return torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, torch.nn.functional.pad(v, (0, R))))
-        ).transpose(1, 2)[..., :V]
 
     kinds = {
         "packed": dmu.UlyssesMLAAttention,
@@ -76,6 +80,26 @@ def layer(
             kv_b_proj.weight,
         ]
     return lambda: attention(q, latent, shared, expand=expand), [q, latent, shared, kv_b_proj.weight]
+
+
+def dense_layer(
+    args: argparse.Namespace, strategy: str, chunks: int, tokens: int, group: Any
+) -> tuple[Callable, list[Tensor]]:
+    import ds_mla_ulysses as dmu
+
+    (H, G, D), T, dtype = DENSE[args.preset], tokens // group.size, pairs.DTYPES[args.dtype]
+    leaves = [torch.randn(1, T, heads, D, dtype=dtype, requires_grad=True) for heads in (H, G, G)]
+    kind = dmu.UlyssesAttention if strategy == "packed" else dmu.GatherKVAttention
+    attention = kind(sdpa if strategy == "packed" else of_run, group, head_chunks=chunks)
+    return lambda: attention(*leaves), leaves
+
+
+def of_run(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
+    # With fake tensors, a causal sdpa needs as many queries as keys; without causality the memory is the same.
+    padded = torch.nn.functional.pad(v, (0, k.shape[-1] - v.shape[-1]))
+    q, k, v_padded = (x.transpose(1, 2) for x in (q, k, padded))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v_padded, enable_gqa=q.shape[1] > k.shape[1])
+    return out.transpose(1, 2)[..., : v.shape[-1]]
 
 
 def peaks(args: argparse.Namespace) -> dict[str, float]:
@@ -109,7 +133,7 @@ def compare(args: argparse.Namespace) -> pairs.Comparison:
 
     group = SequenceGroup.of(dist.group.WORLD)
     made = {f"{s} {chunks}": layer(args, s, chunks, args.tokens, group) for s, chunks in cases(args)}
-    H, _, _, V = PRESETS[args.preset]
+    H, V = PRESETS[args.preset][0], PRESETS[args.preset][-1]
     grad = torch.randn(1, args.tokens // args.ranks, H, V).to(pairs.DTYPES[args.dtype])
 
     def rows(times: dict[str, list[float]]) -> list[dict[str, Any]]:

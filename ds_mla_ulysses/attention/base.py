@@ -9,7 +9,7 @@ Shape letters:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..errors import UlyssesValueError
 from ..layout.exchange import HeadsToTokens
 from ..layout.heads import local_query_heads
 from ..planner.strategies import names_with_split, one_of
+from .chunks import check_count
 
 
 class SequenceAttention(DistributedAttention):
@@ -32,9 +33,10 @@ class SequenceAttention(DistributedAttention):
     Args:
         local_attention: computes attention on this rank; each subclass documents what it receives.
         group: the sequence-parallel group: a SequenceGroup, a torch ProcessGroup, or None for a single rank.
+        head_chunks: the number of chunks of local query heads that attend one after the other.
 
     Raises:
-        ValueError: the group's split is not one of the class's `splits`.
+        ValueError: the group's split is not one of the class's `splits`, or head_chunks is not an int >= 1.
     """
 
     #: The splits of a sequence that the class supports.
@@ -44,7 +46,9 @@ class SequenceAttention(DistributedAttention):
         self,
         local_attention: Callable[..., Tensor],
         group: SequenceGroup | torch.distributed.ProcessGroup | None,
+        head_chunks: int = 1,
     ) -> None:
+        check_count(head_chunks)
         sequence_group = SequenceGroup.of(group)
         if sequence_group.split not in self.splits:
             raise UlyssesValueError(
@@ -53,7 +57,7 @@ class SequenceAttention(DistributedAttention):
                 "split='contiguous'."
             )
         super().__init__(local_attention, sequence_group.process_group)
-        self.group = sequence_group
+        self.group, self.head_chunks = sequence_group, head_chunks
 
     def query_heads(self, heads: int) -> slice:
         """Returns the query heads, out of `heads`, that this rank attends with. Use it to slice per-head parameters.
@@ -120,6 +124,11 @@ class SequenceAttention(DistributedAttention):
 def tokens_first(x: Tensor, batch_first: bool) -> Tensor:
     """Converts between the call's layout and [T, B, ...], the layout of the exchanges. It is its own inverse; a view."""
     return x.transpose(0, 1) if batch_first else x
+
+
+def rows_of(per_head: Mapping[str, Tensor] | None, heads: slice) -> dict[str, Tensor]:
+    """Returns the rows of some heads of each tensor in `per_head`, as keyword arguments of the local attention."""
+    return {name: x[heads] for name, x in (per_head or {}).items()}
 
 
 def check_grouped(q: Tensor, k: Tensor, v: Tensor, batch_first: bool) -> None:

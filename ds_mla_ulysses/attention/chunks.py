@@ -1,12 +1,18 @@
-"""Head chunks: attention with the local heads in chunks, so that keys and values of all of them never exist at once.
+"""Head chunks: attention with the local heads in chunks, so that the tensors of all of them never exist at once.
 
-The keys and values of each chunk are computed from compact ones, used and freed, and recomputed in backward.
+Each chunk is recomputed in backward. Tensors that chunks share are exchanged once, and their gradients are summed over the
+chunks.
+
+Shape letters:
+    B batch                             J KV heads of this rank
+    S tokens of the whole sequence      D width of a head
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +20,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..comm.collectives import accumulation_dtype
+from ..comm.group import SequenceGroup
 from ..errors import UlyssesValueError
-from ..layout.heads import HeadPartition, computed_once
+from ..layout.chunked_exchange import ChunkedExchange
+from ..layout.heads import chunks_of_rank, readers_of_heads
 
 
 def check_count(head_chunks: int) -> None:
@@ -24,50 +32,95 @@ def check_count(head_chunks: int) -> None:
         raise UlyssesValueError(f"head_chunks must be an int >= 1, got {head_chunks!r}.")
 
 
-@dataclass(frozen=True)
-class HeadChunks:
-    """The local heads of every rank in `count` consecutive chunks, as even as possible; the first have one more head.
+class LocalChunks:
+    """Head chunks of tensors whose heads are all on this rank. It has the methods of `ChunkedExchange`.
 
-    If all heads in order are split into `sizes`, chunk c of rank p is number p * count + c. The ranks exchange their c-th
-    chunks together, in which `HeadPartition` gives each rank the heads of its own chunk.
-
-    Raises:
-        ValueError: a rank has fewer heads than chunks.
+    Args:
+        tensors: x_BTHD (or x_TBHD) each.
+        heads: consecutive chunks; the first head of the tensors is heads[0].start.
     """
 
-    heads: int
-    ranks: int
-    count: int
+    def __init__(self, tensors: Sequence[Tensor], heads: Sequence[slice]) -> None:
+        self.heads = heads
+        # The tensors are split, not sliced: each slice's backward would write a gradient of all heads.
+        sizes = [chunk.stop - chunk.start for chunk in heads]
+        self._pieces = list(zip(*(x.split(sizes, 2) for x in tensors), strict=True))
+        self._outs: list[Tensor] = []
 
-    def __post_init__(self) -> None:
-        least = HeadPartition(self.heads, self.ranks).count(self.ranks - 1)
-        if not 1 <= self.count <= least:
-            raise UlyssesValueError(
-                f"head_chunks={self.count} must be from 1 to {least}, the fewest heads that a rank attends with."
-            )
+    def take(self, chunk: int) -> Sequence[Tensor]:
+        return self._pieces[chunk]
 
-    def of_rank(self, rank: int) -> list[slice]:
-        """Returns the chunks of a rank's heads."""
-        all_heads = HeadPartition(self.heads, self.ranks)
-        first, local = all_heads.start(rank), HeadPartition(all_heads.count(rank), self.count)
-        return [slice(first + local.start(c), first + local.stop(c)) for c in range(self.count)]
+    def put(self, chunk: int, out: Tensor) -> None:
+        self._outs.append(out)
 
-    @property
-    def sizes(self) -> list[int]:
-        """The number of heads of each chunk of each rank, rank after rank."""
-        return [chunk.stop - chunk.start for rank in range(self.ranks) for chunk in self.of_rank(rank)]
+    def output(self) -> Tensor:
+        return torch.cat(self._outs, 2).contiguous()
 
 
-@computed_once
-def chunks_of_rank(heads: int, ranks: int, count: int, rank: int) -> list[slice]:
-    """Returns `HeadChunks(heads, ranks, count).of_rank(rank)`. The caller must not change the list."""
-    return HeadChunks(heads, ranks, count).of_rank(rank)
+def chunks_of(
+    tensors: Sequence[Tensor], group: SequenceGroup, count: int, batch_first: bool
+) -> ChunkedExchange | LocalChunks:
+    """Returns the head chunks of tensors that are exchanged by heads, and starts the first chunk's exchange."""
+    if group.size > 1:
+        return ChunkedExchange(tensors, group, count, batch_first)
+    return LocalChunks(tensors, chunks_of_rank(tensors[0].shape[2], 1, count, 0))
 
 
-@computed_once
-def chunk_sizes(heads: int, ranks: int, count: int) -> list[int]:
-    """Returns `HeadChunks(heads, ranks, count).sizes`. The caller must not change the list."""
-    return HeadChunks(heads, ranks, count).sizes
+def attend_in_chunks(
+    chunks: ChunkedExchange | LocalChunks, shared: Iterable[Sequence[Tensor]], attend: Callable[..., Tensor]
+) -> Tensor:
+    """Attends with one head chunk after the other, and returns the output of all of them.
+
+    Args:
+        chunks: the tensors of each chunk.
+        shared: for each chunk, the tensors that it reads and shares with other chunks, as from `for_chunks`.
+        attend: `attend(heads, *tensors, *shared) -> out` of a chunk. It is called again in backward.
+    """
+    for c, (heads, of_chunk) in enumerate(zip(chunks.heads, shared, strict=True)):
+        chunks.put(c, recomputed(partial(attend, heads), *chunks.take(c), *of_chunk))
+    return chunks.output()
+
+
+def attend_grouped_in_chunks(
+    chunks: ChunkedExchange | LocalChunks, k: Tensor, v: Tensor, group: int, attend: Callable[..., Tensor]
+) -> Tensor:
+    """As `attend_in_chunks`, for query heads that share KV heads. Each chunk reads the KV heads of its query heads.
+
+    Keys and values are split into sections of heads, at the heads where a chunk begins or ends, or where the number of its
+    query heads that read a KV head changes. No chunk needs a copy of keys and values then.
+
+    Args:
+        k, v: k_BSJD and v_BSJD (or S before B), the KV heads that the query heads of all chunks read.
+        group: the number of query heads, out of all of them, that read one KV head.
+        attend: `attend(heads, q, k, v) -> out` of the query heads of a chunk that read one section. The number of query
+            heads is a multiple of the number of KV heads.
+    """
+    readers = [readers_of_heads(heads, group) for heads in chunks.heads]
+    ends = sorted({end for of_chunk in readers for end in _ends_of_even_groups(of_chunk)})
+    sections = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+    sizes = [of.stop - of.start for of in sections]
+    read = [[of.start in of_chunk for of in sections] for of_chunk in readers]  # for each chunk and section
+    keys, values = (list(map(for_chunks, map(sum, zip(*read, strict=True)), x.split(sizes, 2))) for x in (k, v))
+
+    def shared() -> Iterator[list[Tensor]]:
+        for of_chunk in read:
+            yield [next(x) for kv in (keys, values) for x, is_read in zip(kv, of_chunk, strict=True) if is_read]
+
+    def attend_sections(heads: slice, q: Tensor, *kv: Tensor) -> Tensor:
+        found = [slice(max(heads.start, of.start * group), min(heads.stop, of.stop * group)) for of in sections]
+        found = [of for of in found if of.start < of.stop]
+        n = len(found)
+        queries = q.split([of.stop - of.start for of in found], 2)
+        outs = [attend(*given) for given in zip(found, queries, kv[:n], kv[n:], strict=True)]
+        return outs[0] if n == 1 else torch.cat(outs, 2)
+
+    return attend_in_chunks(chunks, shared(), attend_sections)
+
+
+def _ends_of_even_groups(readers: dict[int, int]) -> list[int]:
+    """Returns the first KV head, each one that has another number of readers than the one before, and one past the last."""
+    heads = list(readers)
+    return [heads[0], *(b for a, b in itertools.pairwise(heads) if readers[a] != readers[b]), heads[-1] + 1]
 
 
 class _Sum:
@@ -75,10 +128,14 @@ class _Sum:
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
+        self._is_given = False
 
     def add(self, grad: Tensor) -> None:
-        if self._total is None:
-            self._total = grad.to(accumulation_dtype(grad.dtype), copy=True)
+        if self._total is None:  # a single gradient is kept as it is
+            self._total, self._is_given = grad, True
+        elif self._is_given:
+            self._total = self._total.to(accumulation_dtype(grad.dtype), copy=True).add_(grad)
+            self._is_given = False
         else:
             self._total.add_(grad)
 
@@ -116,6 +173,9 @@ def for_chunks(count: int, x: Tensor) -> Iterator[Tensor]:
     freed before the next chunk's backward begins, so the memory does not grow with the number of chunks. The sum is rounded
     once.
     """
+    if count == 1:
+        yield x
+        return
     total = _Sum()
     for chunk in range(count):
         of_chunk, x = _Fork.apply(x, total, chunk == 0)

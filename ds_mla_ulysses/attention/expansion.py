@@ -22,7 +22,7 @@ from ..comm.collectives import accumulation_dtype
 from ..errors import UlyssesValueError
 from ..layout.shared_key import join_shared_key
 from .base import tokens_first
-from .chunks import for_chunks, recomputed
+from .chunks import LocalChunks, attend_in_chunks, for_chunks
 
 #: `expand(latent_BSL, heads) -> kv_BSMP` computes keys and values of a slice of the heads (S before B if the call has it so).
 Expand = Callable[[Tensor, slice], Tensor]
@@ -115,13 +115,11 @@ class Latents:
         if len(heads) == 1:
             return attend(q, *self.expand(latent, k_shared, batch_first, heads[0], expand))
 
-        def chunk(of: slice) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-            return lambda q, latent, k_shared: attend(q, *self.expand(latent, k_shared, batch_first, of, expand))
+        def of_chunk(of: slice, q: Tensor, latent: Tensor, k_shared: Tensor) -> Tensor:
+            return attend(q, *self.expand(latent, k_shared, batch_first, of, expand))
 
-        latents, keys = for_chunks(len(heads), latent), for_chunks(len(heads), k_shared)
-        queries = q.split([of.stop - of.start for of in heads], dim=2)
-        outs = [recomputed(chunk(of), *given) for of, *given in zip(heads, queries, latents, keys, strict=True)]
-        return torch.cat(outs, dim=2)
+        shared = zip(*(for_chunks(len(heads), x) for x in (latent, k_shared)), strict=True)
+        return attend_in_chunks(LocalChunks([q], heads), shared, of_chunk)
 
 
 class _KeyAndValue(torch.autograd.Function):

@@ -10,7 +10,7 @@ Shape letters:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..comm.group import SPLITS, SequenceGroup
 from ..layout.gather import GatherTokens, gather_rows
+from ..layout.heads import HeadPartition, chunks_of_rank
 from ..layout.split import local_runs
-from .base import SequenceAttention, check_grouped, tokens_first
-from .chunks import check_count, chunks_of_rank
+from .base import SequenceAttention, check_grouped, rows_of, tokens_first
+from .chunks import LocalChunks, attend_grouped_in_chunks
 from .expansion import Expand, Latents
 
 
@@ -39,15 +40,28 @@ class GatherKVAttention(SequenceAttention):
     With the split "contiguous", the last rank's queries see the most keys and the first rank's the fewest. With
     "head_tail", causal attention is the same work on all ranks.
 
+    With several head chunks, the queries attend in chunks of their heads, one after the other, and again in backward. The
+    collectives are the same. The chunks' gradients of a key or value are summed in fp32 (or wider) and rounded once.
+
     Args:
         local_attention: `local_attention(q, k, v, *args, first_query=r, **kwargs) -> out` in the call's layout: q_BTHK,
             k_BSGK, v_BSGV -> out_BTHV (or T and S before B). Query t has position r + t in the whole sequence. k and v
             are strided views, contiguous in the last dimension. With "head_tail" it is called once for each of the two
             runs of consecutive tokens that the rank has.
         group: the sequence-parallel group, a torch ProcessGroup or a SequenceGroup.
+        head_chunks: the number of chunks of query heads, at most H.
     """
 
     splits = SPLITS
+
+    def __init__(
+        self,
+        local_attention: Callable[..., Tensor],
+        group: SequenceGroup | torch.distributed.ProcessGroup | None,
+        *,
+        head_chunks: int = 1,
+    ) -> None:
+        super().__init__(local_attention, group, head_chunks)
 
     def query_heads(self, heads: int) -> slice:
         """Returns all heads, because every rank attends with all of them."""
@@ -61,20 +75,31 @@ class GatherKVAttention(SequenceAttention):
         batch_dim_idx: int = 0,
         rotary_pos_emb: None = None,
         *args: Any,
+        per_head: Mapping[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Computes attention of this rank's tokens over the whole sequence, as `UlyssesAttention.forward` does.
 
         Raises:
-            ValueError: shapes that do not fit each other, mixed dtypes, a number of tokens that the split does not divide.
+            ValueError: shapes that do not fit each other, mixed dtypes, query heads that are not a multiple of the KV
+                heads, a number of tokens that the split does not divide, fewer query heads than head chunks.
         """
         batch_first = self._check_call(batch_dim_idx, rotary_pos_emb, q=q, k=k, v=v)
         check_grouped(q, k, v, batch_first)
+        H, G = q.shape[2], k.shape[2]
+        HeadPartition(G, 1, H)  # raises unless H is a multiple of G
+        heads = chunks_of_rank(H, 1, self.head_chunks, 0)
         if self.group.size > 1:
             blocks_TBGD = [tokens_first(x, batch_first) for x in (k, v)]
             blocks_SBGD = GatherTokens.apply(self.group, batch_first, None, *blocks_TBGD)
             k, v = [tokens_first(x, batch_first) for x in blocks_SBGD]
-        return self._attend_runs(q, k, v, batch_first, args, kwargs)
+
+        def attend(heads: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._attend_runs(q, k, v, batch_first, args, kwargs | rows_of(per_head, heads))
+
+        if len(heads) == 1:
+            return attend(heads[0], q, k, v)
+        return attend_grouped_in_chunks(LocalChunks([q], heads), k, v, H // G, attend)
 
     def _attend_runs(
         self, q: Tensor, k: Tensor, v: Tensor, batch_first: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -116,9 +141,8 @@ class GatherKVMLAAttention(GatherKVAttention):
         value_dim: int,
         head_chunks: int = 1,
     ) -> None:
-        super().__init__(local_attention, group)
-        check_count(head_chunks)
-        self.latents, self.head_chunks = Latents(nope_dim, rope_dim, value_dim), head_chunks
+        super().__init__(local_attention, group, head_chunks=head_chunks)
+        self.latents = Latents(nope_dim, rope_dim, value_dim)
 
     def forward(  # type: ignore[override]  # latents take the place of keys and values
         self,

@@ -19,7 +19,10 @@ from .base import SequenceAttention
 from .gather import GatherKVAttention
 from .ulysses import UlyssesAttention
 
-_STRATEGIES = {Packed.name: UlyssesAttention, GatherKV.name: GatherKVAttention}
+_STRATEGIES: dict[str, type[UlyssesAttention] | type[GatherKVAttention]] = {
+    Packed.name: UlyssesAttention,
+    GatherKV.name: GatherKVAttention,
+}
 
 
 class UlyssesMoBAAttention(SequenceAttention):
@@ -38,12 +41,15 @@ class UlyssesMoBAAttention(SequenceAttention):
         config: the block size, top_k and implementation. Its other settings are ignored.
         group: the sequence-parallel group, a torch ProcessGroup or a SequenceGroup.
         strategy: one of the strategies in the table.
+        head_chunks: the number of chunks of query heads that the strategy's class attends with one after the other. Each
+            query head selects its blocks by itself, so the selection stays the same. The means of a block are computed
+            for each chunk that reads it.
 
     Source: arXiv 2502.13189.
 
     Raises:
         TypeError: the config is not a MoBAConfig.
-        ValueError: the strategy is unknown, or the config has one number for each layer.
+        ValueError: the strategy is unknown, the config has one number for each layer, or head_chunks is not an int >= 1.
     """
 
     splits = SPLITS  # the strategy's own class refuses the splits that it does not support
@@ -53,6 +59,7 @@ class UlyssesMoBAAttention(SequenceAttention):
         config: MoBAConfig,
         group: SequenceGroup | torch.distributed.ProcessGroup | None,
         strategy: str = "packed",
+        head_chunks: int = 1,
     ) -> None:
         if not isinstance(config, MoBAConfig):
             raise UlyssesTypeError(f"config must be a MoBAConfig, got {config!r}.")
@@ -63,10 +70,10 @@ class UlyssesMoBAAttention(SequenceAttention):
                 "UlyssesMoBAAttention is one layer's attention and takes one block_size and one top_k, got "
                 f"block_size={config.block_size!r}, top_k={config.top_k!r}: pass the numbers of that layer."
             )
-        super().__init__(self._of_rows, group)
+        super().__init__(self._of_rows, group, head_chunks)
         self.config, self.strategy = config, strategy
         self._settings = config.block_size, config.top_k, config.implementation
-        self._exchange = _STRATEGIES[strategy](self._of_rows, self.group)
+        self._exchange = _STRATEGIES[strategy](self._of_rows, self.group, head_chunks=head_chunks)
 
     def query_heads(self, heads: int) -> slice:
         """Returns the query heads that the class of the strategy attends with on this rank."""

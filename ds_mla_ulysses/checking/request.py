@@ -25,7 +25,7 @@ class Request:
         variant: settings that take the place of the recipe's, by dotted name.
         with_images: whether the model of images and text is meant, if its type also has a language model alone.
         model_code: "FILE.py:Class", the model's class if it is not one of transformers.
-        ranks, strategies, cases, dtype: see `run.check`.
+        ranks, strategies, cases, dtype, head_chunks: see `run.check`.
     """
 
     model: str
@@ -38,6 +38,7 @@ class Request:
     strategies: tuple[str, ...] = ()
     cases: tuple[str, ...] = CASES
     dtype: str = "float64"
+    head_chunks: int = 1
 
     @property
     def tolerance(self) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..attention.chunks import check_count
 from ..errors import UlyssesValueError
 from ..hf.configs import read_config, refuse_endless
 from ..planner.strategies import STRATEGIES
@@ -30,6 +31,7 @@ def check(
     strategy: str | Sequence[str] | None = None,
     dtype: str = "float64",
     model_code: str | None = None,
+    head_chunks: int = 1,
 ) -> Report:
     """Compares a small model of an architecture on several local processes with one process.
 
@@ -45,6 +47,7 @@ def check(
         strategy: a strategy of `parallelize`, or several; all that the model allows by default.
         dtype: "float64", in which what models compute in fp32 is widened too; or "float32".
         model_code: "FILE.py:Class", the model's class if it is not in transformers. The file is run.
+        head_chunks: an argument of `parallelize`. The small model has few heads: with 2 processes, 2 chunks usually fit.
 
     Returns:
         the Report. `print(report)` shows it; `report.verdict` is "equal", "different", "fails" (after `parallelize`
@@ -54,7 +57,7 @@ def check(
         ValueError: there is no such config, strategy or dtype.
     """
     with Worker() as worker:
-        return worker.check(make_request(config, sp_size, strategy, dtype, model_code))
+        return worker.check(make_request(config, sp_size, strategy, dtype, model_code, head_chunks=head_chunks))
 
 
 def make_request(
@@ -65,11 +68,12 @@ def make_request(
     model_code: str | None = None,
     cases: Sequence[str] = CASES,
     variant: Mapping[str, Any] | None = None,
+    head_chunks: int = 1,
 ) -> Request:
     """Returns what is asked of a worker.
 
     Args:
-        config, sp_size, strategy, dtype, model_code: see `check`.
+        config, sp_size, strategy, dtype, model_code, head_chunks: see `check`.
         cases: the batches, of `CASES`.
         variant: settings of the small config, by dotted name.
 
@@ -84,6 +88,7 @@ def make_request(
         raise UlyssesValueError(f"dtype must be one of {list(TOLERANCES)}, got {dtype!r}.")
     if type(sp_size) is not int or not 2 <= sp_size <= 8:
         raise UlyssesValueError(f"sp_size must be a number of processes from 2 to 8, got {sp_size!r}.")
+    check_count(head_chunks)
     if model_code is not None:
         file, _, _ = model_code.rpartition(":")
         if not Path(file).is_file():
@@ -100,6 +105,7 @@ def make_request(
         strategies=names,
         cases=tuple(cases),
         dtype=dtype,
+        head_chunks=head_chunks,
     )
 
 

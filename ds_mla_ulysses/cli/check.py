@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model-code", metavar="FILE.py:Class", help="the model's class, if it is not in transformers; the file is run"
     )
+    add("--head-chunks", type=int, default=1, metavar="N", help="head_chunks of parallelize (default %(default)s)")
     add("--json", action="store_true", help="print the report as JSON")
 
 
@@ -37,4 +38,11 @@ def run(args: argparse.Namespace) -> Report:
     Raises:
         ValueError: there is no such config or class.
     """
-    return check(args.model, sp_size=args.sp, strategy=args.strategy, dtype=args.dtype, model_code=args.model_code)
+    return check(
+        args.model,
+        sp_size=args.sp,
+        strategy=args.strategy,
+        dtype=args.dtype,
+        model_code=args.model_code,
+        head_chunks=args.head_chunks,
+    )

@@ -65,9 +65,9 @@ def parallelize(
         split: which tokens of a sequence a rank holds. "contiguous": the same number of consecutive ones. "head_tail",
             for gather_kv: one piece from the front and one from the back, which makes causal attention the same work on
             all ranks.
-        head_chunks: for MLA, the number of chunks in which the local heads are exchanged, expanded and attend one after
-            the other, and once more in backward. Only one chunk's keys and values exist at a time, at the price of more
-            time and more collectives.
+        head_chunks: the number of chunks in which the local heads are exchanged and attend one after the other, and once
+            more in backward. Only one chunk's tensors exist at a time, at the price of more time and more collectives. MLA
+            expands keys and values chunk by chunk; other models exchange them once, before the first chunk.
         loss_tile: how many tokens' logits exist at a time in the loss. "auto" chooses by the size of the vocabulary; an int
             is a number of local tokens; None makes the logits whole, as the plain model does. Unless it is None, a
             sequence-parallel forward that records gradients returns logits that are made when they are used, by
@@ -84,8 +84,8 @@ def parallelize(
 
     Raises:
         UnsupportedModelError: the model would be silently wrong; the message says what to do instead.
-        ValueError: there are fewer heads than ranks, bad groups, an unknown strategy or split, or settings that differ
-            between ranks.
+        ValueError: there are fewer heads than ranks, or fewer on a rank than head_chunks, bad groups, an unknown strategy or
+            split, or settings that differ between ranks.
         TypeError: sp_size or head_chunks is not an int, loss_tile is neither an int nor "auto" nor None, or mlp_tile is
             neither an int nor None.
         RuntimeError: the model is parallelized already.

@@ -15,6 +15,9 @@ but straight to its destination, wherever the buffers allow it.
 
 `HeadPartition(H, P, query_heads)` assigns the heads of every block, so the number of heads can differ between ranks.
 
+Every function can also exchange one chunk of each rank's heads (`HeadChunks`): then M counts the heads of the chunk.
+`chunked_exchange` has the differentiable exchange in chunks.
+
 Shape letters:
     P ranks                             H all heads of a block
     T tokens of this rank               M heads of this rank
@@ -33,6 +36,7 @@ from torch import Tensor
 from ..comm.collectives import all_to_all, start_all_to_all, wait
 from ..comm.group import SequenceGroup
 from .wire import (
+    WirePlan,
     empty_blocks,
     plan_of,
     read_heads,
@@ -43,28 +47,39 @@ from .wire import (
 )
 
 
-def tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group: SequenceGroup, direction: str) -> Tensor:
+def tokens_to_heads(
+    blocks_TBHD: Sequence[Tensor],
+    query_heads: int,
+    group: SequenceGroup,
+    direction: str,
+    chunk: int = 0,
+    chunks: int = 1,
+) -> Tensor:
     """Exchanges all blocks in one all-to-all. Not differentiable.
 
     Args:
         blocks_TBHD: tensors of one dtype with the same T and B, any strides.
         query_heads: the number of query heads that the heads of all blocks follow.
         direction: "forward" or "backward", for the traffic count.
+        chunk, chunks: the number of the head chunk, and how many there are.
 
     Returns:
         x_SBW, from which `local_heads` takes the blocks.
     """
-    return _tokens_to_heads(list(blocks_TBHD), query_heads, group.size, group.rank, group.name, direction)
+    blocks = list(blocks_TBHD)
+    return _tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name, direction, chunk, chunks)
 
 
-def start_tokens_to_heads(blocks_TBHD: Sequence[Tensor], query_heads: int, group: SequenceGroup) -> Tensor:
+def start_tokens_to_heads(
+    blocks_TBHD: Sequence[Tensor], query_heads: int, group: SequenceGroup, chunk: int = 0, chunks: int = 1
+) -> Tensor:
     """Starts the exchange of `tokens_to_heads`, in which the data that stays on the rank takes part too.
 
     Returns:
         *pending* [S, B, W], for `TokensToHeads`.
     """
     blocks = [x.detach() for x in blocks_TBHD]
-    return _start_tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name)
+    return _start_tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name, chunk, chunks)
 
 
 def local_heads(
@@ -102,6 +117,24 @@ def heads_to_tokens(
         list(pieces_SBMD), counts, list(heads), query_heads, group.size, group.rank, group.name, direction, batch_first
     )
     return [x.transpose(0, 1) for x in out] if batch_first else out
+
+
+def write_chunk(
+    blocks_SBMD: Sequence[Tensor],
+    to_TBHD: Sequence[Tensor],
+    group: SequenceGroup,
+    direction: str,
+    chunk: int,
+    chunks: int,
+) -> None:
+    """Returns one head chunk of every rank to the ranks of its tokens in one all-to-all. Not differentiable.
+
+    Args:
+        blocks_SBMD: this rank's heads of the chunk; tensors of one dtype, any strides.
+        to_TBHD: the tensors with all heads into which those of the chunk are written.
+        direction, chunk, chunks: as in `tokens_to_heads`.
+    """
+    _write_chunk(list(blocks_SBMD), list(to_TBHD), group.size, group.rank, group.name, direction, chunk, chunks)
 
 
 class TokensToHeads(torch.autograd.Function):
@@ -149,10 +182,17 @@ class HeadsToTokens(torch.autograd.Function):
 
 @torch.library.custom_op("ds_mla_ulysses::tokens_to_heads", mutates_args=())
 def _tokens_to_heads(
-    blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, group: str, direction: str
+    blocks: Sequence[Tensor],
+    query_heads: int,
+    size: int,
+    rank: int,
+    group: str,
+    direction: str,
+    chunk: int,
+    chunks: int,
 ) -> Tensor:
     T, B = blocks[0].shape[:2]
-    plan = plan_of(blocks, query_heads, size)
+    plan = plan_of(blocks, query_heads, size, chunk, chunks)
     width = plan.widths[rank]
     out = blocks[0].new_empty(size, T, B, width)
     from_others = shards_of_others(out, rank)
@@ -172,15 +212,24 @@ def _tokens_to_heads(
 
 @_tokens_to_heads.register_fake
 def _fake_tokens_to_heads(
-    blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, group: str, direction: str
+    blocks: Sequence[Tensor],
+    query_heads: int,
+    size: int,
+    rank: int,
+    group: str,
+    direction: str,
+    chunk: int,
+    chunks: int,
 ) -> Tensor:
-    return _empty_heads(blocks, query_heads, size, rank)
+    return _empty_heads(blocks, query_heads, size, rank, chunk, chunks)
 
 
 @torch.library.custom_op("ds_mla_ulysses::start_tokens_to_heads", mutates_args=())
-def _start_tokens_to_heads(blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, group: str) -> Tensor:
+def _start_tokens_to_heads(
+    blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, group: str, chunk: int, chunks: int
+) -> Tensor:
     T, B = blocks[0].shape[:2]
-    plan = plan_of(blocks, query_heads, size)
+    plan = plan_of(blocks, query_heads, size, chunk, chunks)
     sent, received = [T * B * w for w in plan.widths], [T * B * plan.widths[rank]] * size
     wire = blocks[0].new_empty(sum(sent))
     write_heads(blocks, plan, wire.split(sent))
@@ -189,13 +238,15 @@ def _start_tokens_to_heads(blocks: Sequence[Tensor], query_heads: int, size: int
 
 
 @_start_tokens_to_heads.register_fake
-def _fake_start_tokens_to_heads(blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, group: str) -> Tensor:
-    return _empty_heads(blocks, query_heads, size, rank)
+def _fake_start_tokens_to_heads(
+    blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, group: str, chunk: int, chunks: int
+) -> Tensor:
+    return _empty_heads(blocks, query_heads, size, rank, chunk, chunks)
 
 
-def _empty_heads(blocks: Sequence[Tensor], query_heads: int, size: int, rank: int) -> Tensor:
+def _empty_heads(blocks: Sequence[Tensor], query_heads: int, size: int, rank: int, chunk: int, chunks: int) -> Tensor:
     T, B = blocks[0].shape[:2]
-    return blocks[0].new_empty(T * size, B, plan_of(blocks, query_heads, size).widths[rank])
+    return blocks[0].new_empty(T * size, B, plan_of(blocks, query_heads, size, chunk, chunks).widths[rank])
 
 
 @torch.library.custom_op("ds_mla_ulysses::heads_to_tokens", mutates_args=())
@@ -214,21 +265,32 @@ def _heads_to_tokens(
     T = S // size
     blocks_PTBMD = _grouped([x.unflatten(0, (size, T)) for x in pieces], pieces_per_block)
     widths = _block_widths(blocks_PTBMD)
-    plan = wire_plan(heads, widths, query_heads, size)
+    out = empty_blocks(pieces[0], T, B, heads, widths, batch_first)
+    out_TBHD = [x.transpose(0, 1) for x in out] if batch_first else out
+    _return_heads(blocks_PTBMD, out_TBHD, wire_plan(heads, widths, query_heads, size), rank, group, direction)
+    return out
+
+
+def _return_heads(
+    blocks_PTBMD: Sequence[Sequence[Tensor]],
+    out_TBHD: Sequence[Tensor],
+    plan: WirePlan,
+    rank: int,
+    group: str,
+    direction: str,
+) -> None:
+    """Exchanges the pieces of each block and writes the heads that arrive into `out_TBHD`."""
+    (size, T, B), like = blocks_PTBMD[0][0].shape[:3], blocks_PTBMD[0][0]
     wire, local_travels = _pack_tokens(blocks_PTBMD, plan.widths[rank], rank)
 
     sent, received = [T * B * plan.widths[rank]] * size, [T * B * w for w in plan.widths]
     if not local_travels:
         sent[rank] = received[rank] = 0
-    arrived = pieces[0].new_empty(sum(received))
+    arrived = like.new_empty(sum(received))
     if size > 1:
         all_to_all(arrived, wire.view(-1), received, sent, rank, group, direction)
-
-    out = empty_blocks(pieces[0], T, B, heads, widths, batch_first)
     local = None if local_travels else [[x[rank] for x in block] for block in blocks_PTBMD]
-    out_TBHD = [x.transpose(0, 1) for x in out] if batch_first else out
     read_heads(arrived.split(received), plan, out_TBHD, rank, local)
-    return out
 
 
 @_heads_to_tokens.register_fake
@@ -246,6 +308,35 @@ def _fake_heads_to_tokens(
     S, B = pieces[0].shape[:2]
     widths = _block_widths(_grouped(pieces, pieces_per_block))
     return empty_blocks(pieces[0], S // size, B, heads, widths, batch_first)
+
+
+@torch.library.custom_op("ds_mla_ulysses::write_chunk", mutates_args=("out",))
+def _write_chunk(
+    blocks: Sequence[Tensor],
+    out: Sequence[Tensor],
+    size: int,
+    rank: int,
+    group: str,
+    direction: str,
+    chunk: int,
+    chunks: int,
+) -> None:
+    blocks_PTBMD = [[x.unflatten(0, (size, -1))] for x in blocks]
+    plan = plan_of(out, out[0].shape[2], size, chunk, chunks)
+    _return_heads(blocks_PTBMD, out, plan, rank, group, direction)
+
+
+@_write_chunk.register_fake
+def _fake_write_chunk(
+    blocks: Sequence[Tensor],
+    out: Sequence[Tensor],
+    size: int,
+    rank: int,
+    group: str,
+    direction: str,
+    chunk: int,
+    chunks: int,
+) -> None: ...
 
 
 def _pack_tokens(blocks_PTBMD: Sequence[Sequence[Tensor]], width: int, rank: int) -> tuple[Tensor, bool]:

@@ -80,12 +80,49 @@ class HeadPartition:
 
         Only if it is None can an ordinary grouped kernel take the heads as they are.
         """
-        first, stop, group = self._first_query(rank), self._first_query(rank + 1), self._queries // self.heads
-        found = [
-            min(stop, (head + 1) * group) - max(first, head * group)
-            for head in range(self.start(rank), self.stop(rank))
-        ]
+        queries = slice(self._first_query(rank), self._first_query(rank + 1))
+        found = list(readers_of_heads(queries, self._queries // self.heads).values())
         return None if len(set(found)) == 1 else found
+
+
+def readers_of_heads(queries: slice, group: int) -> dict[int, int]:
+    """Returns how many of some consecutive query heads read each KV head, for the KV heads that they read.
+
+    Args:
+        queries: the query heads.
+        group: the number of query heads, out of all of them, that read one KV head.
+    """
+    first, stop = queries.start, queries.stop
+    heads = range(first // group, (stop - 1) // group + 1)
+    return {head: min(stop, (head + 1) * group) - max(first, head * group) for head in heads}
+
+
+@dataclass(frozen=True)
+class HeadChunks:
+    """The local query heads of every rank in `count` consecutive chunks, as even as possible; the first have one more.
+
+    The ranks exchange their chunks of the same number together.
+
+    Raises:
+        ValueError: a rank has fewer heads than chunks.
+    """
+
+    heads: int
+    ranks: int
+    count: int
+
+    def __post_init__(self) -> None:
+        least = HeadPartition(self.heads, self.ranks).count(self.ranks - 1)
+        if not 1 <= self.count <= least:
+            raise UlyssesValueError(
+                f"head_chunks={self.count} must be from 1 to {least}, the fewest heads that a rank attends with."
+            )
+
+    def of_rank(self, rank: int) -> list[slice]:
+        """Returns the chunks of a rank's heads, as slices of all heads."""
+        all_heads = HeadPartition(self.heads, self.ranks)
+        first, local = all_heads.start(rank), HeadPartition(all_heads.count(rank), self.count)
+        return [slice(first + local.start(c), first + local.stop(c)) for c in range(self.count)]
 
 
 def computed_once(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -113,3 +150,9 @@ def local_query_heads(query_heads: int, size: int, rank: int) -> slice:
 def local_repeats(kv_heads: int, size: int, query_heads: int, rank: int) -> list[int] | None:
     """Returns `HeadPartition(kv_heads, size, query_heads).repeats(rank)`. The caller must not change the list."""
     return HeadPartition(kv_heads, size, query_heads).repeats(rank)
+
+
+@computed_once
+def chunks_of_rank(heads: int, ranks: int, count: int, rank: int) -> list[slice]:
+    """Returns `HeadChunks(heads, ranks, count).of_rank(rank)`. The caller must not change the list."""
+    return HeadChunks(heads, ranks, count).of_rank(rank)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import accumulation_dtype
-from .heads import HeadPartition, computed_once
+from .heads import HeadPartition, chunks_of_rank, computed_once
 
 
 class HeadSlot(NamedTuple):
@@ -56,37 +56,50 @@ class WirePlan:
     overlaps: tuple[bool, ...]
 
 
-def wire_plan(heads: Sequence[int], head_widths: Sequence[int], query_heads: int, size: int) -> WirePlan:
+def wire_plan(
+    heads: Sequence[int], head_widths: Sequence[int], query_heads: int, size: int, chunk: int = 0, chunks: int = 1
+) -> WirePlan:
     """Returns the plan of an exchange, which is computed once for the same numbers.
 
     Args:
         heads, head_widths: H and D of each block.
         query_heads: the number of query heads that the heads of all blocks follow.
         size: the number of ranks.
+        chunk, chunks: the number of the head chunk that is exchanged, and how many there are. With several chunks, the
+            heads of all blocks must be query heads.
     """
     # Heads and widths are constants of a compiled graph: `int` turns symbolic ones into numbers.
-    return _wire_plan(tuple(map(int, heads)), tuple(map(int, head_widths)), int(query_heads), size)
+    return _wire_plan(tuple(map(int, heads)), tuple(map(int, head_widths)), int(query_heads), size, chunk, chunks)
 
 
 @computed_once
-def _wire_plan(heads: tuple[int, ...], head_widths: tuple[int, ...], query_heads: int, size: int) -> WirePlan:
+def _wire_plan(
+    heads: tuple[int, ...], head_widths: tuple[int, ...], query_heads: int, size: int, chunk: int, chunks: int
+) -> WirePlan:
+    assert chunks == 1 or set(heads) == {query_heads}
     partitions = [HeadPartition(h, size, query_heads) for h in heads]
     slots, widths = [], []
     for rank in range(size):
+        of_chunk = None if chunks == 1 else chunks_of_rank(query_heads, size, chunks, rank)[chunk]
         offset, of_rank = 0, []
         for partition, width in zip(partitions, head_widths, strict=True):
-            start, count = partition.start(rank), partition.count(rank)
-            end = offset + count * width
-            of_rank.append(HeadSlot(start, start + count, partition.shared(rank), count, width, offset, end))
+            if of_chunk is None:
+                start, stop, shared = partition.start(rank), partition.stop(rank), partition.shared(rank)
+            else:
+                start, stop, shared = of_chunk.start, of_chunk.stop, 0
+            end = offset + (stop - start) * width
+            of_rank.append(HeadSlot(start, stop, shared, stop - start, width, offset, end))
             offset = end
         slots.append(tuple(of_rank))
         widths.append(offset)
-    return WirePlan(tuple(slots), tuple(widths), tuple([partition.overlaps for partition in partitions]))
+    overlaps = tuple([chunks == 1 and partition.overlaps for partition in partitions])
+    return WirePlan(tuple(slots), tuple(widths), overlaps)
 
 
-def plan_of(blocks_TBHD: Sequence[Tensor], query_heads: int, size: int) -> WirePlan:
+def plan_of(blocks_TBHD: Sequence[Tensor], query_heads: int, size: int, chunk: int = 0, chunks: int = 1) -> WirePlan:
     """Returns the wire plan of blocks with all their heads."""
-    return wire_plan([x.shape[2] for x in blocks_TBHD], [x.shape[3] for x in blocks_TBHD], query_heads, size)
+    heads, widths = [x.shape[2] for x in blocks_TBHD], [x.shape[3] for x in blocks_TBHD]
+    return wire_plan(heads, widths, query_heads, size, chunk, chunks)
 
 
 def write_heads(blocks_TBHD: Sequence[Tensor], plan: WirePlan, shards: Sequence[Tensor]) -> None:

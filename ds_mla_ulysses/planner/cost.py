@@ -79,7 +79,7 @@ def estimate(work: Work, strategy: str, machine: Machine) -> Estimate:
     flop += of_kv_latent * computed.expanded
     flop += of_query_latent * computed.queries
 
-    collectives = rules.collectives(w) if ranks > 1 else 0
+    collectives = rules.collectives(w, work.head_chunks) if ranks > 1 else 0
     return Estimate(
         strategy,
         collectives=collectives,

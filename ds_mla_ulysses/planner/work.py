@@ -35,6 +35,7 @@ class Work:
         element_bytes: bytes of one element that is sent.
         split: which tokens of a sequence each rank holds.
         keys_per_query: the most keys that a query attends to, block size times top-k with MoBA; None: all keys before it.
+        head_chunks: the number of chunks of local heads that attend one after the other.
 
     Raises:
         ValueError: a sequence that is longer than all tokens.
@@ -47,6 +48,7 @@ class Work:
     element_bytes: int = 2
     split: str = "contiguous"
     keys_per_query: int | None = None
+    head_chunks: int = 1
 
     def __post_init__(self) -> None:
         if self.sequence is not None and self.sequence > self.tokens > 0:

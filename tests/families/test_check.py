@@ -112,6 +112,13 @@ def test_strategies_that_a_model_does_not_allow_are_no_failure(worker):
     assert [(row.strategy, row.verdict) for row in report.rows] == [("packed", "equal"), ("latent_kv", "refused")]
 
 
+def test_head_chunks(worker):
+    report = worker.check(make_request(LLAMA, head_chunks=2))
+    assert report.verdict == "equal" and {row.strategy for row in report.rows if row.case} == {"packed", "gather_kv"}
+    report = worker.check(make_request(LLAMA, strategy="packed", head_chunks=9))
+    assert report.verdict == "refused" and "head_chunks=9 must be from 1 to" in report.rows[0].reason
+
+
 def test_four_ranks(worker):
     report = worker.check(make_request(LLAMA, 4, "packed", cases=("packed", "right")))
     assert report.verdict == "equal" and report.ranks == 4, str(report)
@@ -139,7 +146,7 @@ def test_the_command(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}}))
     before = dict(os.environ)
     with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit) as end:
-        main(["check", "--model", str(tmp_path), "--strategy", "packed", "--json"])
+        main(["check", "--model", str(tmp_path), "--strategy", "packed", "--head-chunks", "2", "--json"])
     assert end.value.code == 0 and dict(os.environ) == before
     found = json.loads(said.getvalue())
     assert found["verdict"] == "equal" and found["config"]["num_key_value_heads"] == 2
@@ -151,6 +158,7 @@ def test_the_command(tmp_path):
     [
         (["--model", "no/such/folder"], "neither a config.json"),
         (["--model", "llama", "--sp", "1"], "from 2 to 8"),
+        (["--model", "llama", "--head-chunks", "0"], "head_chunks must be an int >= 1, got 0"),
         (["--model", "llama", "--model-code", "missing.py:Class"], "FILE.py:Class"),
     ],
 )

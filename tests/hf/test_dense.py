@@ -9,7 +9,7 @@ from test_parity import compare, own_tokens, packed_batch, sharded_step
 EAGER = {"gemma2", "gpt_oss"}
 
 
-def dense(family, kind, B=2, S=33, strategy="packed", split="contiguous", **config):
+def dense(family, kind, B=2, S=33, strategy="packed", split="contiguous", head_chunks=1, **config):
     import ds_mla_ulysses as dmu
 
     # Eager attention takes its softmax in fp32, in which transformers' own masks are NaN if they are fp64's.
@@ -26,7 +26,7 @@ def dense(family, kind, B=2, S=33, strategy="packed", split="contiguous", **conf
     plain = tiny_model(family, **settings)
     want = per_document_step(plain, batch, documents) if kind == "packed" else reference_step(plain, batch)
     model = tiny_model(family, **settings)
-    handle = dmu.parallelize(model, strategy=strategy, split=split)
+    handle = dmu.parallelize(model, strategy=strategy, split=split, head_chunks=head_chunks)
     got = sharded_step(model, batch, handle)
     assert abs(got[0] - want[0]) <= loss_rtol * max(1, abs(want[0])), (got[0], want[0])
     mine = own_tokens(want[2], handle)

@@ -85,14 +85,14 @@ def test_frozen_and_without_gradients(way):
 
 
 def rounded_once():
-    """Gradients of three parts, 1 and twice 3 * 2**-10, are 1 + 2**-7 in bf16; added one by one they would stay 1."""
+    """Gradients of three parts, twice 3 * 2**-10 and 1, are 1 + 2**-7 in bf16; added to the last one by one, they stay 1."""
     from ds_mla_ulysses.attention.chunks import for_chunks
 
     x = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
     parts = list(for_chunks(3, x))
     small = 3 * 2.0**-10
     for _ in range(2):  # the second backward begins with an empty sum
-        (grad,) = torch.autograd.grad((parts[0] + small * parts[1] + small * parts[2]).sum(), x, retain_graph=True)
+        (grad,) = torch.autograd.grad((small * parts[0] + small * parts[1] + parts[2]).sum(), x, retain_graph=True)
         assert (grad == torch.tensor(1 + 2 * small).bfloat16()).all() and (grad != 1).all()
     (of_two,) = torch.autograd.grad((parts[0] + small * parts[2]).sum(), x)  # a part that is not used
     assert (of_two == torch.tensor(1 + small).bfloat16()).all()
@@ -114,7 +114,8 @@ def refused(kind, **settings):
 @pytest.mark.parametrize(
     "kind,settings,message",
     [
-        ("llama", dict(head_chunks=2), "head_chunks=2 is for MLA, .* but LlamaAttention has no latents"),
+        ("llama", dict(head_chunks=3), "head_chunks=3 must be from 1 to 2, the fewest heads"),
+        ("llama", dict(head_chunks=5, strategy="gather_kv"), "head_chunks=5 must be from 1 to 4, the fewest heads"),
         ("mla", dict(head_chunks=3), "head_chunks=3 must be from 1 to 2, the fewest heads"),
         ("mla", dict(head_chunks=0), "head_chunks must be an int >= 1, got 0"),
         ("adapters", dict(head_chunks=2, strategy="gather_kv"), "kv_b_proj is a Linear .* leave head_chunks out"),

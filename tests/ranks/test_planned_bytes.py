@@ -1,11 +1,12 @@
-"""The bytes of the planner are those that the meter counts, on 1 to 64 ranks of a group that sends nothing."""
+"""The planner's bytes and collectives are those that the meter counts, on 1 to 64 ranks of a group that sends nothing."""
 
 from ds_mla_ulysses.layout.widths import HeadWidths, MLAWidths
 from ds_mla_ulysses.planner.cost import sent_elements
+from ds_mla_ulysses.planner.strategies import STRATEGIES
 
 
 def counted(cases):
-    """What the meter counts of one rank of fake groups: forward and backward of one layer."""
+    """What the meter counts of one rank of fake groups: elements of forward and backward of one layer, and calls."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -17,7 +18,7 @@ def counted(cases):
     def leaf(*shape):
         return torch.zeros(1, T, *shape, dtype=torch.bfloat16, requires_grad=True)
 
-    for widths, strategy, ranks, rank in cases:
+    for widths, strategy, ranks, rank, head_chunks in cases:
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -30,19 +31,18 @@ def counted(cases):
                 def local(q, k, v, first_query=0):
                     return q.new_zeros(*q.shape[:3], v.shape[-1]) + q.sum() + k.sum() + v.sum()
 
-                attention = (dmu.GatherKVAttention if strategy == "gather_kv" else dmu.UlyssesAttention)(local, group)
-                attention(q, k, v).sum().backward()
+                kind = dmu.GatherKVAttention if strategy == "gather_kv" else dmu.UlyssesAttention
+                kind(local, group, head_chunks=head_chunks)(q, k, v).sum().backward()
             else:
-                step_of_mla(widths, strategy, group, leaf)
+                step_of_mla(widths, strategy, group, leaf, head_chunks)
         directions = ("forward", "backward")
-        found.append(
-            [sum(n for (_, d), n in meter.bytes.items() if d == direction) // (2 * T) for direction in directions]
-        )
+        sent = [sum(n for (_, d), n in meter.bytes.items() if d == direction) // (2 * T) for direction in directions]
+        found.append((*sent, sum(meter.calls.values())))
     dist.destroy_process_group()
     return found
 
 
-def step_of_mla(w, strategy, group, leaf):
+def step_of_mla(w, strategy, group, leaf, head_chunks):
     import torch
 
     import ds_mla_ulysses as dmu
@@ -71,7 +71,7 @@ def step_of_mla(w, strategy, group, leaf):
         "latent_kv": dmu.LatentKVMLAAttention,
         "gather_kv": dmu.GatherKVMLAAttention,
     }
-    attention, q = kinds[strategy](local, group, **dims), leaf(w.heads, w.key)
+    attention, q = kinds[strategy](local, group, **dims, head_chunks=head_chunks), leaf(w.heads, w.key)
     if strategy == "packed":
         attention(q, leaf(w.heads, w.nope + w.value), shared).sum().backward()
     else:
@@ -94,14 +94,24 @@ CASES = [
 ]
 
 
-def test_bytes_are_those_that_the_meter_counts():
+#: As many head chunks as the rank with the fewest heads has, or 3.
+CHUNKED = [
+    (*case, chunks)
+    for case in CASES
+    for chunks in {1, min(3, case[0].heads // (1 if case[1] == "gather_kv" else case[2]))}
+]
+
+
+def test_bytes_and_collectives_are_those_that_the_meter_counts():
     import rank_pool
 
     pool = rank_pool._Pool(1)  # of its own, since the worker's process group is replaced
     try:
-        ((status, *answer),) = pool.call(counted, (CASES,), {}, 200)
+        ((status, *answer),) = pool.call(counted, (CHUNKED,), {}, 200)
     finally:
         pool.kill()
     assert status == "ok", answer[1]
-    for (widths, strategy, ranks, rank), got in zip(CASES, answer[0], strict=True):
-        assert tuple(got) == sent_elements(widths, strategy, ranks, rank), (widths, strategy, ranks, rank)
+    for (widths, strategy, ranks, rank, chunks), got in zip(CHUNKED, answer[0], strict=True):
+        case = widths, strategy, ranks, rank, chunks
+        assert tuple(got[:2]) == sent_elements(widths, strategy, ranks, rank), case
+        assert ranks == 1 or got[2] == STRATEGIES[strategy].collectives(widths, chunks), case

@@ -295,10 +295,11 @@ def of_handle(trainer):
         (2, dict(strategy="gather_kv", split="head_tail")),
         (3, dict(strategy="gather_kv", split="head_tail", family="llama")),
         (3, dict(strategy="latent_kv", head_chunks=2)),
+        (3, dict(strategy="packed", head_chunks=2, family="llama", args=(("gradient_checkpointing", True),))),
     ],
 )
 def test_strategies(stage, settings):
     for answer in equals_one_process(2, Run(stage=stage, extra=of_handle, **settings)):
         assert {name: answer["extra"][name] for name in settings if name in answer["extra"]} == {
-            name: value for name, value in settings.items() if name != "family"
+            name: value for name, value in settings.items() if name not in ("family", "args")
         }

@@ -172,6 +172,19 @@ def test_extra_products():
     assert estimate(Work(V3, 8, 8192, split="head_tail"), "gather_kv", Machine()).extra_tflop == pytest.approx(of_kv)
 
 
+def test_head_chunks_cost_latency():
+    """Queries and output travel in chunks, keys and values once; the bytes stay the same."""
+    llama, machine = HeadWidths(32, 8, 128, 128), Machine(latency_us=10)
+    one, four = (estimate(Work(llama, 8, 8192, head_chunks=n), "packed", machine) for n in (1, 4))
+    assert (one.collectives, four.collectives) == (4, 18) and one.sent_bytes == four.sent_bytes
+    assert four.send_ms - one.send_ms == pytest.approx(14 * 0.01)
+    assert estimate(Work(llama, 8, 8192, head_chunks=5), "packed", machine).refused == (
+        "5 head chunks are more than the 4 heads of a rank"
+    )
+    assert estimate(Work(llama, 8, 8192, head_chunks=32), "gather_kv", machine).collectives == 2
+    assert [STRATEGIES[name].collectives(V3, 4) for name in STRATEGIES] == [18, 18, 4, 2]
+
+
 @pytest.mark.parametrize(
     "model,ranks,tokens,link,best",
     [

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from ...attention.chunks import HeadChunks, check_count
+from ...attention.chunks import check_count
 from ...comm.group import SequenceGroup
 from ...errors import UlyssesValueError
-from ...layout.heads import HeadPartition
+from ...layout.heads import HeadChunks
 from ...layout.widths import HeadWidths, MLAWidths
 from ...planner.auto import Auto, decide
 from ...planner.models import widths_of_config
@@ -89,7 +89,7 @@ def decide_strategy(
     keys = max(block * topk for block, topk in blocks) if len(blocks) == len(kernels) else None
     first = layers[0]
     widths: MLAWidths | HeadWidths = MLAWidths.of(first) if is_mla(first) else widths_of_config(first.config)
-    work = Work(widths, group.size, 0, split=group.split, keys_per_query=keys)
+    work = Work(widths, group.size, 0, split=group.split, keys_per_query=keys, head_chunks=head_chunks)
     return decide(auto, work, refused, group, parameter.dtype, parameter.device)
 
 
@@ -98,22 +98,15 @@ def check_layer(layer: nn.Module, strategy: str, ranks: int, head_chunks: int = 
 
     Raises:
         UnsupportedModelError: the layer has no latents, or has projections that cannot be computed for some heads only.
-        ValueError: fewer heads than ranks if the strategy exchanges heads; fewer heads than head chunks.
+        ValueError: fewer heads than ranks if the strategy exchanges heads; a rank with fewer heads than head chunks.
     """
     kind, rules = type(layer).__name__, STRATEGIES[strategy]
     mla = MLAWidths.of(layer) if is_mla(layer) else None
-    if head_chunks > 1:
-        if mla is None:
-            raise UnsupportedModelError(
-                f"head_chunks={head_chunks} is for MLA, whose keys and values are expanded from latents chunk by chunk, "
-                f"but {kind} has no latents: leave head_chunks out."
-            )
-        HeadChunks(mla.heads, ranks if rules.exchanges_heads else 1, head_chunks)
     refusal = rules.refusal(mla)
     if refusal is not None:
         raise UnsupportedModelError(refusal.sentence.format(layer=kind))
     _class_of(layer, strategy).check(layer)
-    for name in rules.sliced_projections(head_chunks):
+    for name in rules.sliced_projections(head_chunks) if mla is not None else ():
         projection = getattr(layer, name)
         if type(projection) is not nn.Linear:
             whole = f"choose {one_of(names_that_call_projections_whole())}, which call it whole"
@@ -123,8 +116,8 @@ def check_layer(layer: nn.Module, strategy: str, ranks: int, head_chunks: int = 
                 f"{whole if rules.sliced_projections(1) else 'leave head_chunks out'}."
             )
     heads = mla.heads if mla is not None else getattr(layer.config, "num_attention_heads", None)
-    if rules.exchanges_heads and heads is not None:
-        HeadPartition(heads, ranks)
+    if heads is not None and (rules.exchanges_heads or head_chunks > 1):
+        HeadChunks(heads, ranks if rules.exchanges_heads else 1, head_chunks)
 
 
 def strategy_of(

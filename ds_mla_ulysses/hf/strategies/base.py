@@ -16,15 +16,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ...attention.base import SequenceAttention
-from ...attention.gather import GatherKVMLAAttention
+from ...attention.gather import GatherKVAttention, GatherKVMLAAttention
 from ...attention.mla_base import MLAHeadExchange
+from ...attention.ulysses import UlyssesAttention
 from ...comm.group import SequenceGroup
 from ...layout.widths import MLAWidths
 from ...planner.strategies import Strategy
 from ..arguments import NotCopied
 from ..families import is_mla
 from ..head_projections import WithHeads, project
+
+#: The settings of a call that are tensors with one row for each query head: attention sinks.
+PER_HEAD = ("s_aux",)
 
 #: A module, the name of an attribute, and the value that replaces it.
 Replacement = tuple[nn.Module, str, Any]
@@ -82,20 +85,20 @@ class LayerStrategy(NotCopied, ABC):
 class HeadsLayer(LayerStrategy):
     """Multi-head, grouped-query and multi-query attention. A subclass names its attention class."""
 
-    attention_class: ClassVar[type[SequenceAttention]]
+    attention_class: ClassVar[type[UlyssesAttention] | type[GatherKVAttention]]
 
     def __init__(self, layer: nn.Module, kernel: Callable[..., Tensor], group: SequenceGroup, head_chunks: int) -> None:
-        self.attention = self.attention_class(kernel, group)
+        self.attention = self.attention_class(kernel, group, head_chunks=head_chunks)
 
     @classmethod
     def supports(cls, layer: nn.Module) -> bool:
         return not is_mla(layer)
 
     def attend(self, query_BTHK: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
-        if settings.get("s_aux") is not None:  # attention sinks, one for each head
-            heads = self.attention.query_heads(query_BTHK.shape[2])
-            settings = settings | {"s_aux": settings["s_aux"][heads]}
-        return self.attention(query_BTHK, key.transpose(1, 2), value.transpose(1, 2), **settings)
+        per_head = {name: settings[name] for name in PER_HEAD if settings.get(name) is not None}
+        settings = {name: value for name, value in settings.items() if name not in PER_HEAD}
+        tensors = query_BTHK, key.transpose(1, 2), value.transpose(1, 2)
+        return self.attention(*tensors, per_head=per_head, **settings)
 
 
 class MLALayer(LayerStrategy):

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...attention.chunks import HeadChunks
 from ...attention.latent_kv import LatentKVMLAAttention
 from ...comm.group import SequenceGroup
+from ...layout.heads import HeadChunks
 from ...planner.strategies.latent_qkv import LatentQKV
 from ..families import UnsupportedModelError
 from ..latent_forward import check_forward, on_latents

@@ -123,8 +123,8 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def collectives(self, widths: MLAWidths | HeadWidths) -> int:
-        """Returns the number of collective calls of forward and backward together, without head chunks."""
+    def collectives(self, widths: MLAWidths | HeadWidths, head_chunks: int = 1) -> int:
+        """Returns the number of collective calls of forward and backward together."""
 
     @abstractmethod
     def computed(self, work: Work) -> Computed:
@@ -154,6 +154,9 @@ class Strategy(ABC):
             return refusal.reason
         if self.exchanges_heads and widths.heads < work.ranks:
             return f"{widths.heads} heads are fewer than the ranks"
+        least = widths.heads // work.ranks if self.exchanges_heads else widths.heads
+        if work.head_chunks > least:
+            return f"{work.head_chunks} head chunks are more than the {least} heads of a rank"
         return None
 
 

@@ -40,7 +40,7 @@ class GatherKV(Strategy):
             gathered = widths.kv_heads * (widths.key + widths.value)
         return gathered * (ranks - 1), gathered * (ranks - 1)
 
-    def collectives(self, widths: MLAWidths | HeadWidths) -> int:
+    def collectives(self, widths: MLAWidths | HeadWidths, head_chunks: int = 1) -> int:
         return 2
 
     def computed(self, work: Work) -> Computed:

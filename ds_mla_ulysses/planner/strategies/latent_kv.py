@@ -47,8 +47,8 @@ class LatentKV(Strategy):
         assert isinstance(widths, MLAWidths)
         return sent_by_heads(widths, ranks, rank, widths.key, widths.latent + widths.rope)
 
-    def collectives(self, widths: MLAWidths | HeadWidths) -> int:
-        return 6
+    def collectives(self, widths: MLAWidths | HeadWidths, head_chunks: int = 1) -> int:
+        return 4 * head_chunks + 2  # queries and output travel in chunks, latents do not
 
     def computed(self, work: Work) -> Computed:
         return Computed(

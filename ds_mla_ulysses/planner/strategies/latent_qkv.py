@@ -41,7 +41,7 @@ class LatentQKV(Strategy):
         assert isinstance(widths, MLAWidths)
         return sent_by_heads(widths, ranks, rank, 0, (widths.query_latent or 0) + widths.latent + widths.rope)
 
-    def collectives(self, widths: MLAWidths | HeadWidths) -> int:
+    def collectives(self, widths: MLAWidths | HeadWidths, head_chunks: int = 1) -> int:
         return 4
 
     def computed(self, work: Work) -> Computed:

@@ -49,8 +49,11 @@ class Packed(Strategy):
         remote_kv_heads = sum(partition.count(p) for p in range(ranks) if p != rank)
         return forward + remote_kv_heads * of_kv_head, backward + partition.count(rank) * of_kv_head * (ranks - 1)
 
-    def collectives(self, widths: MLAWidths | HeadWidths) -> int:
-        return 6 if isinstance(widths, MLAWidths) else 4
+    def collectives(self, widths: MLAWidths | HeadWidths, head_chunks: int = 1) -> int:
+        # Queries and output travel in chunks. The RoPE key of MLA is gathered. Other keys and values travel with the
+        # queries if there is one chunk, otherwise in an all-to-all of their own.
+        apart = isinstance(widths, MLAWidths) or head_chunks > 1
+        return 4 * head_chunks + (2 if apart else 0)
 
     def computed(self, work: Work) -> Computed:
         # Heads are computed where their tokens are.
