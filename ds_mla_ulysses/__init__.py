@@ -39,6 +39,8 @@ _WHERE = {
     "check": "checking.run",
     "handle_of": "hf.handle",
     "initialize": "integrations.deepspeed",
+    "keep_attention": "comm.kept",
+    "keep_output": "comm.kept",
     "install": "integrations.install",
     "parallelize": "hf.parallelize",
     "register_moba": "hf.moba",
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from .checking.report import Report
     from .checking.run import check
     from .comm.group import SequenceGroup
+    from .comm.kept import keep_attention, keep_output
     from .comm.traffic import TrafficMeter
     from .errors import UlyssesError
     from .hf.families import UnsupportedModelError

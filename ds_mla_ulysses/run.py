@@ -4,7 +4,8 @@
     accelerate launch --config_file config.yaml --module ds_mla_ulysses.run train.py --my-argument 1
     torchrun --nproc-per-node 8 --module ds_mla_ulysses.run train.py --my-argument 1
 
-`--sp-in-eval`, `--strategy`, `--split`, `--head-chunks`, `--loss-tile`, `--mlp-tile` and `--checks` go in front of the script and are
+`--sp-in-eval`, `--strategy`, `--split`, `--head-chunks`, `--loss-tile`, `--mlp-tile`, `--recompute` and `--checks` go in front
+of the script and are
 passed to `install`. With `-m`, the script is the name of a module.
 """
 
@@ -37,6 +38,7 @@ def main(arguments: list[str]) -> None:
         "--loss-tile", type=_tile, default="auto", help="tokens of a tile of the loss, auto or none, as for parallelize"
     )
     parser.add_argument("--mlp-tile", type=int, help="tokens of a tile of norms, MLPs and experts, as for parallelize")
+    parser.add_argument("--recompute", help="what gradient checkpointing keeps of attention, as for parallelize")
     parser.add_argument("--checks", default="always", help="when to run the checks that cost time, as for parallelize")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it first
@@ -51,6 +53,7 @@ def main(arguments: list[str]) -> None:
         head_chunks=args.head_chunks,
         loss_tile=args.loss_tile,
         mlp_tile=args.mlp_tile,
+        recompute=args.recompute,
         checks=args.checks,
     )
     sys.argv = [args.script, *launchers, *args.arguments]

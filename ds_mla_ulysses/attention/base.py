@@ -17,6 +17,7 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
 
 from ..comm.group import SequenceGroup
+from ..comm.kept import attend_once
 from ..errors import UlyssesValueError
 from ..layout.exchange import HeadsToTokens
 from ..layout.heads import local_query_heads
@@ -87,7 +88,10 @@ class SequenceAttention(DistributedAttention):
 
     def attend_locally(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the local attention and checks that its output has the rows and heads of q."""
-        out = self.local_attn(q, k, v, *args, **kwargs)
+        if getattr(self.local_attn, "keeps_itself", False):
+            out = self.local_attn(q, k, v, *args, **kwargs)
+        else:
+            out = attend_once(self.local_attn, q, k, v, *args, **kwargs)
         if out.ndim != 4 or out.shape[:3] != q.shape[:3]:
             raise UlyssesValueError(
                 f"local_attention must return the rows and heads of its q, {(*q.shape[:3], v.shape[3])}; got "

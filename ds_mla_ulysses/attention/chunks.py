@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..comm.collectives import accumulation_dtype
 from ..comm.group import SequenceGroup
-from ..errors import UlyssesValueError
+from ..comm.kept import is_keeping
+from ..errors import UlyssesRuntimeError, UlyssesValueError
 from ..layout.chunked_exchange import ChunkedExchange
 from ..layout.heads import chunks_of_rank, readers_of_heads
 
@@ -184,4 +185,9 @@ def for_chunks(count: int, x: Tensor) -> Iterator[Tensor]:
 
 def recomputed(fn: Callable[..., Any], *tensors: Tensor) -> Any:
     """Calls fn and keeps nothing but its arguments; backward calls it again with the same random numbers."""
+    if is_keeping():
+        raise UlyssesRuntimeError(
+            "a checkpoint that keeps attention does not go with head_chunks > 1, which frees and recomputes attention chunk by "
+            "chunk: leave one of them out."
+        )
     return checkpoint(fn, *tensors, use_reentrant=False)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..comm.collectives import gather_start, sum_over_ranks
 from ..comm.group import SequenceGroup
+from ..comm.kept import ARRIVING, kept
 from ..errors import UlyssesValueError
 from ..layout.exchange import heads_to_tokens, local_heads, tokens_to_heads
 from ..layout.shared_key import join_shared_key, return_shared_key_grad
@@ -75,7 +76,9 @@ class UlyssesMLAAttention(MLAHeadExchange):
     def _gather_shared_key(self, k_shared: Tensor, batch_first: bool) -> PendingKey:
         k_TBR = tokens_first(k_shared, batch_first)
         local = k_TBR.detach()  # the backward of the exchange returns the gradient
-        gathered = gather_start(local, self.group.size, self.group.name) if self.group.size > 1 else local
+        if self.group.size == 1:
+            return PendingKey(k_TBR, local, batch_first)
+        gathered = kept(lambda: gather_start(local, self.group.size, self.group.name), ARRIVING)
         return PendingKey(k_TBR, gathered, batch_first)
 
     def forward(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from ..comm.kept import attend_once, is_keeping
 from ..errors import UlyssesValueError
 from ..layout.documents import Documents
 from ..moba import moba_attention
@@ -36,9 +37,11 @@ class LayerKernel(Protocol):
 
     Attributes:
         module: the attention module of the layer.
+        keeps_itself: that its calls of attention are kept for a recomputation, and need not be kept as a whole.
     """
 
     module: nn.Module
+    keeps_itself: bool
 
     @property
     def is_full(self) -> bool:
@@ -92,6 +95,8 @@ class LocalAttention:
     Raises:
         ValueError: the implementation is not supported.
     """
+
+    keeps_itself = True
 
     def __init__(self, module: nn.Module, config: Any, function: Callable[..., tuple[Tensor, Any]]) -> None:
         self.module, self.config, self.function = module, config, function
@@ -171,11 +176,7 @@ class LocalAttention:
             first_query: the index in the sequence of the first query.
             **settings: further arguments of the function, such as `s_aux`, the attention sinks of these M heads.
         """
-        # The function may read two attributes of the module: how often to repeat the keys, and the attention sinks.
-        attributes: dict[str, Any] = {"num_key_value_groups": q.shape[2] // k.shape[2]}
-        if settings.get("s_aux") is not None:
-            attributes["sinks"] = settings["s_aux"]
-        call = _Call(self.function, _StandIn(self.module, config=self.config, **attributes), scale, settings)
+        call = _Call(self.function, self.module, self.config, scale, settings)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return self._attend(call, q, k, v, documents, window, first_query)
 
@@ -267,13 +268,25 @@ class _Call:
     """The attention function with the arguments that all calls of a layer share. A call returns [B, T, H, V]."""
 
     function: Callable[..., tuple[Tensor, Any]]
-    module: _StandIn
+    module: nn.Module
+    config: Any
     scale: float | None
     settings: dict[str, Any]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Tensor:
-        kwargs |= self.settings
-        return self.function(self.module, q, k, v, mask, dropout=0.0, scaling=self.scale, **kwargs)[0]
+        repeats = q.shape[1] // k.shape[1]
+        if is_keeping() and isinstance(mask, Tensor) and repeats > 1 and q.shape[2] > 1:
+            # With a mask, the functions repeat keys and values. Copies made inside the call would be kept.
+            k, v = (x.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2) for x in (k, v))
+        return attend_once(self._attend, q, k, v, mask, **self.settings, **kwargs)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Tensor:
+        # The function may read two attributes of the module: how often to repeat the keys, and the attention sinks.
+        attributes: dict[str, Any] = {"num_key_value_groups": q.shape[1] // k.shape[1]}
+        if kwargs.get("s_aux") is not None:
+            attributes["sinks"] = kwargs["s_aux"]
+        module = _StandIn(self.module, config=self.config, **attributes)
+        return self.function(module, q, k, v, mask, dropout=0.0, scaling=self.scale, **kwargs)[0]
 
 
 #: How documents and window are passed: form(call, q_BMTK, k_BGSK, v_BGSV, documents, window, first query) -> out_BTMV.

@@ -206,6 +206,8 @@ class MoBAKernel:
         ValueError: `MoBAConfig.dense` is not the name of an attention implementation, or the model has no settings.
     """
 
+    keeps_itself = True
+
     def __init__(self, module: nn.Module, config: Any, function: MoBAFunction) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

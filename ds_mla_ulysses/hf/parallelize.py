@@ -22,6 +22,7 @@ from .families import AttentionModel, find_attention, is_patched
 from .handle import HANDLE, Handle
 from .moba import kernel_of
 from .patch import ModelPatch
+from .recompute import check_recompute
 from .strategies import check_layer, check_strategy, decide_strategy
 from .tested import TESTED
 from .tiled_layers import check_mlp_tile
@@ -39,6 +40,7 @@ def parallelize(
     head_chunks: int = 1,
     loss_tile: int | str | None = "auto",
     mlp_tile: int | None = None,
+    recompute: str | None = None,
     checks: str = "always",
 ) -> Handle:
     """Makes a Hugging Face decoder attend over sequences that the ranks of a group share.
@@ -74,6 +76,12 @@ def parallelize(
             `handle.loss` (and the Trainer) a tile at a time, and by anything else whole.
         mlp_tile: how many tokens norms, MLPs and experts compute at a time, again in backward; None for all local tokens.
             Most memory of a long sequence is theirs. A tile of a few thousand tokens takes about as much time.
+        recompute: what gradient checkpointing keeps of attention. It needs checkpointing that is not reentrant, and has no
+            effect without checkpointing.
+            None: nothing; a layer's recomputation repeats attention and its forward exchanges.
+            "keep_attention": the output of attention and of all exchanges, so that neither is repeated.
+            "keep_output": the output of attention on both sides of its exchange. The exchange in front of attention is
+            repeated, and its results are not kept.
         checks: "always", "first" or "never": when to run the checks that cost a collective or a wait for the device
             (are the batches of a group equal, are labels in the vocabulary, is the loss the same on all ranks).
             `ds_mla_ulysses/hf/checks.py` says what each costs. "first" runs each of them once.
@@ -96,6 +104,7 @@ def parallelize(
         "head_chunks": head_chunks,
         "loss_tile": loss_tile,
         "mlp_tile": mlp_tile,
+        "recompute": recompute,
         "checks": checks,
         "sp_size": sp_size,
         "a group was given": group is not None,
@@ -125,7 +134,7 @@ def parallelize(
             _logger.warning("strategy='auto' chose %s", why)
     for layer in found.layers:
         check_layer(layer, name, sequence_group.size, head_chunks)
-    patch = ModelPatch(model, found, sequence_group, kernels, name, head_chunks, loss_tile, mlp_tile)
+    patch = ModelPatch(model, found, sequence_group, kernels, name, head_chunks, loss_tile, mlp_tile, recompute)
     handle = Handle(patch, data_rank=data_rank, data_size=data_size, why=why, checks=policy)
     patch.apply(**{HANDLE: handle})
     return handle
@@ -137,6 +146,7 @@ def _check_settings(model: nn.Module, **settings: Any) -> tuple[Auto | None, Che
     policy, sp_size = Checks(settings["checks"]), settings["sp_size"]
     check_loss_tile(settings["loss_tile"])
     check_mlp_tile(settings["mlp_tile"])
+    check_recompute(settings["recompute"], settings["head_chunks"])
     if sp_size is not None and type(sp_size) is not int:
         raise UlyssesTypeError(f"sp_size must be an int, got {sp_size!r}.")
     if sp_size is not None and sp_size < 1:

@@ -12,6 +12,7 @@
 |                             | refuses labels that would be shifted within a shard                                    |
 | norms, MLPs, experts         | `forward`, which runs in tiles, see `tiled_layers.py`                                   |
 | the given model's head      | `_call_impl`, which returns logits that are not made yet, see `lazy_logits.py`          |
+| its checkpointed layers     | with `recompute`, during a forward: `_gradient_checkpointing_func`, see `recompute.py`  |
 
 One entry with a name of our own is added to transformers' attention functions and stays there; only patched modules
 name it. A forward is sequence-parallel if it is given a layout (`layout.shard.LAYOUT`). Its `Documents` are then handed
@@ -45,6 +46,7 @@ from .latent_forward import DOCUMENTS
 from .lazy_logits import DeferredHead
 from .local_attention import LayerKernel, as_autocast
 from .moba import MoBAKernel
+from .recompute import KeptLayers
 from .strategies import LayerStrategy, strategy_of
 from .tiled_layers import tiled_forwards
 from .wrappers import OUTER, Outer, Wrappers, marks_images, no_mask, problem_of_token_types
@@ -83,6 +85,10 @@ class _Layer(NotCopied):
     strategy: LayerStrategy
     expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # of MLA
 
+    @torch.compiler.disable  # what is kept is not seen by a compiler
+    def attend_eagerly(self, *args: Any) -> Tensor:
+        return self.strategy.attend(*args)
+
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -98,7 +104,8 @@ def _attention(
         return layer.kernel.plain(query, key, value, attention_mask, **kwargs)
     settings = layer.kernel.settings(documents, **kwargs)
     query, key, value = as_autocast(query, key, value)
-    return layer.strategy.attend(query.transpose(1, 2), key, value, settings), None
+    attend = layer.attend_eagerly if layer.patch.kept.is_on else layer.strategy.attend
+    return attend(query.transpose(1, 2), key, value, settings), None
 
 
 def _refuse_lost_documents(module: nn.Module, layer: _Layer) -> None:
@@ -122,6 +129,7 @@ class ModelPatch(NotCopied):
         plain_depth: how many `Handle.plain` blocks are open.
         aux_loss: what makes the auxiliary losses of routers.
         head: what defers the model's head; None if it makes its logits whole.
+        kept: what makes gradient checkpointing keep attention.
     """
 
     def __init__(
@@ -134,11 +142,13 @@ class ModelPatch(NotCopied):
         head_chunks: int,
         loss_tile: int | str | None = None,
         mlp_tile: int | None = None,
+        recompute: str | None = None,
     ) -> None:
         self.model, self.group, self.strategy, self.head_chunks = model, group, strategy, head_chunks
         self.plain_depth = 0
         self.head = DeferredHead.of(model, loss_tile)
         self._tiled = [] if mlp_tile is None else tiled_forwards(found.text_model, mlp_tile)
+        self.kept = KeptLayers(found.text_model, found.layers, recompute, head_chunks)
         self._text_model, self._layers, self._kernels = found.text_model, found.layers, kernels
         self._implementation = _config_of(found.text_model)._attn_implementation
         self._moba_kernels = [kernel for kernel in kernels if isinstance(kernel, MoBAKernel)]
@@ -255,13 +265,14 @@ class ModelPatch(NotCopied):
             "use_cache": False,
             DOCUMENTS: documents,
         }
+        self.kept.begin()
         return (), given
 
     def _gather_documents(
         self, text_model: nn.Module, given: dict[str, Any], outer: Outer, layout: Any
     ) -> tuple[Documents, Tensor]:
         """The documents of the whole sequences and the local positions; raises on all ranks if one has a problem."""
-        problem = outer.problem or find_problem(text_model, given, layout, self.group)
+        problem = outer.problem or find_problem(text_model, given, layout, self.group) or self.kept.problem()
         tokens = tokens_of(given)  # None only if there is a problem
         ids = outer.input_ids if problem is None else None
 
@@ -290,6 +301,7 @@ class ModelPatch(NotCopied):
         )
 
     def _after_text_model(self, text_model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        self.kept.end()
         running = _RUNNING.get()
         if running is not None and running.patch is self:  # not if the pre-hook has raised
             _RUNNING.set(running.outer)

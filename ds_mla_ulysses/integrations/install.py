@@ -35,6 +35,7 @@ from typing import Any
 
 from ..errors import UlyssesRuntimeError
 from ..hf.checks import Checks
+from ..hf.recompute import check_recompute
 from ..hf.strategies import check_strategy
 from ..hf.tiled_layers import check_mlp_tile
 from ..layout.tiled_loss import check_loss_tile
@@ -59,6 +60,7 @@ def install(
     head_chunks: int = 1,
     loss_tile: int | str | None = "auto",
     mlp_tile: int | None = None,
+    recompute: str | None = None,
     checks: str = "always",
 ) -> None:
     """Makes Trainer and Accelerate train over sequences that ranks share, with the numbers of one process.
@@ -71,13 +73,13 @@ def install(
     Args:
         sp_in_eval: whether the ranks share sequences in evaluation and prediction of a Trainer too. By default each rank
             evaluates different samples with the plain model, as without sequence parallelism.
-        strategy, split, head_chunks, loss_tile, mlp_tile, checks: arguments of `parallelize`, for every model.
+        strategy, split, head_chunks, loss_tile, mlp_tile, recompute, checks: arguments of `parallelize`, for every model.
 
     Raises:
         TypeError: head_chunks is not an int, loss_tile is neither an int nor "auto" nor None, or mlp_tile is neither an
             int nor None.
-        ValueError: the strategy, the policy of checks, head_chunks, loss_tile or mlp_tile is not valid, or the strategy does not support the
-            split.
+        ValueError: the strategy, the policy of checks, head_chunks, loss_tile, mlp_tile or recompute is not valid, or two of
+            them do not go together.
         RuntimeError: the installed versions lack a symbol of the table, or other settings are installed already.
 
     Warns:
@@ -89,6 +91,7 @@ def install(
         "head_chunks": head_chunks,
         "loss_tile": loss_tile,
         "mlp_tile": mlp_tile,
+        "recompute": recompute,
         "checks": checks,
     }
     settings = {"sp_in_eval": sp_in_eval, **of_models}
@@ -100,6 +103,7 @@ def install(
     check_strategy(strategy, split, head_chunks)
     check_loss_tile(loss_tile)
     check_mlp_tile(mlp_tile)
+    check_recompute(recompute, head_chunks)
     Checks(checks)
     for package in _REPLACES_IN:
         if check(package) != "ok":

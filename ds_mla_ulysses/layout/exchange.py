@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ..comm.collectives import all_to_all, start_all_to_all, wait
 from ..comm.group import SequenceGroup
+from ..comm.kept import ARRIVING, RETURNED, kept
 from .wire import (
     WirePlan,
     empty_blocks,
@@ -66,8 +67,8 @@ def tokens_to_heads(
     Returns:
         x_SBW, from which `local_heads` takes the blocks.
     """
-    blocks = list(blocks_TBHD)
-    return _tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name, direction, chunk, chunks)
+    plain = query_heads, group.size, group.rank, group.name, direction, chunk, chunks
+    return kept(lambda: _tokens_to_heads(list(blocks_TBHD), *plain), ARRIVING)
 
 
 def start_tokens_to_heads(
@@ -79,7 +80,8 @@ def start_tokens_to_heads(
         *pending* [S, B, W], for `TokensToHeads`.
     """
     blocks = [x.detach() for x in blocks_TBHD]
-    return _start_tokens_to_heads(blocks, query_heads, group.size, group.rank, group.name, chunk, chunks)
+    plain = query_heads, group.size, group.rank, group.name, chunk, chunks
+    return kept(lambda: _start_tokens_to_heads(blocks, *plain), ARRIVING)
 
 
 def local_heads(
@@ -113,9 +115,8 @@ def heads_to_tokens(
         blocks x_TBHD; with batch_first, views of contiguous [B, T, H, D].
     """
     counts = [1] * len(pieces_SBMD) if pieces_per_block is None else list(pieces_per_block)
-    out = _heads_to_tokens(
-        list(pieces_SBMD), counts, list(heads), query_heads, group.size, group.rank, group.name, direction, batch_first
-    )
+    plain = list(heads), query_heads, group.size, group.rank, group.name, direction, batch_first
+    out = kept(lambda: _heads_to_tokens(list(pieces_SBMD), counts, *plain), RETURNED)
     return [x.transpose(0, 1) for x in out] if batch_first else out
 
 

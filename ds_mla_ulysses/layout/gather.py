@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..comm.collectives import accumulation_dtype, all_to_all, start_all_gather, wait
 from ..comm.group import SequenceGroup
+from ..comm.kept import ARRIVING, kept
 from .split import by_rank, in_order
 from .wire import empty_blocks, write_side_by_side
 
@@ -62,7 +63,8 @@ def start_gather_tokens(blocks_TBGD: Sequence[Tensor], group: SequenceGroup) -> 
     Returns:
         *pending* [S, B, W], for `GatherTokens`.
     """
-    return _start_gather_tokens([x.detach() for x in blocks_TBGD], group.size, group.name)
+    blocks = [x.detach() for x in blocks_TBGD]
+    return kept(lambda: _start_gather_tokens(blocks, group.size, group.name), ARRIVING)
 
 
 def start_gather_rows(rows: Sequence[Tensor], group: SequenceGroup, batch_first: bool) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..comm.kept import attend_once
 from ..errors import UlyssesTypeError, UlyssesValueError
 from . import flash_implementation, operators
 from .boundaries import read_documents, seen_by_queries
@@ -228,10 +229,10 @@ def _attend(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if implementation == "reference":
         documents = read_documents(cu_q, cu_k, q.shape[0], k.shape[0], longest)
-        return reference_attention(q, k, v, documents, block_size, top_k, scale)
+        return attend_once(reference_attention, q, k, v, documents, block_size, top_k, scale)
     is_dense = cu_seqlens is None and q.shape[0] == k.shape[0] <= block_size * top_k
     if implementation == "torch" and is_dense and not has_flash(q.device):
-        return _dense(q[None], k[None], v[None], scale)[0]
+        return attend_once(_dense, q[None], k[None], v[None], scale)[0]
     # Without a document that needs the gate, no memory is kept for picked blocks.
     places = 0 if top_k * block_size >= min(longest, k.shape[0]) else top_k - 1
     return operators.MoBAAttention.apply(q, k, v, cu_q, cu_k, longest, block_size, top_k, places, scale, implementation)

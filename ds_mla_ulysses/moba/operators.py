@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..comm.collectives import accumulation_dtype
+from ..comm.kept import ATTENTION, kept
 from .boundaries import Document, read_documents
 
 _MODULES = {
@@ -97,9 +98,8 @@ class MoBAAttention(torch.autograd.Function):
         scale: float,
         implementation: str,
     ) -> Tensor:
-        out, lse, blocks = _forward(
-            q_THK, k_SGK, v_SGV, cu_q, cu_k, max_seqlen, block_size, top_k, places, scale, implementation
-        )
+        settings = max_seqlen, block_size, top_k, places, scale, implementation
+        out, lse, blocks = kept(lambda: _forward(q_THK, k_SGK, v_SGV, cu_q, cu_k, *settings), ATTENTION)
         ctx.save_for_backward(q_THK, k_SGK, v_SGV, out, lse, blocks, cu_q, cu_k)
         ctx.settings = block_size, top_k, scale, implementation
         return out
