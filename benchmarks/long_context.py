@@ -15,8 +15,8 @@ as many, in bytes per local token, the constant, and what the planner says (`ds-
 | head and loss        | peak of the last norm with its input, head and loss, beside weights and their gradients         |
 
 The local attention is a stand-in that holds what flash attention holds: queries, keys, values, output and fp32 row sums
-are saved; backward makes three gradients and an fp32 sum of the queries' one. Fused norms are a stand-in for Liger's, which
-need a GPU: they save their input. Host memory is what `save_on_cpu` moves, which is then not counted.
+are saved; backward makes three gradients and an fp32 sum of the queries' one. Host memory is what `save_on_cpu` moves,
+which is then not counted.
 
 Letters: B batch · M local heads · J local KV heads · S tokens of the whole sequence · K, V widths of keys and values.
 """
@@ -30,7 +30,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -40,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_mla_ulysses.planner.memory import GB, Component, Machines, Setting, ladder, step_memory
+from ds_mla_ulysses.planner.memory import GB, MLP_TILE, Component, Machines, Setting, ladder, most_head_chunks, step_memory
 from ds_mla_ulysses.planner.models import PRESETS
 from ds_mla_ulysses.planner.strategies import STRATEGIES
 from ds_mla_ulysses.stored_bytes import StoredBytes
@@ -96,19 +95,6 @@ def flash_stand_in(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: A
     return _Flash.apply(query, key, value), None
 
 
-class _FusedNorm(torch.autograd.Function):
-    """The tensors of Liger's RMSNorm, without the one number that it saves for each token."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
-
-
 class _End(nn.Module):
     """Takes the place of the last norm: a loss that holds nothing, whose gradient is as large as its input."""
 
@@ -147,11 +133,12 @@ class _OnHost(torch.autograd.graph.saved_tensors_hooks):
 def fake_ranks(size: int, rank: int) -> Iterator[None]:
     """Inside the block, this process is one rank of a fake process group, and models can be measured.
 
-    Two functions of the product that compare values between ranks are replaced; the documents are then one sequence.
+    Functions of the product that compare values are replaced; the documents are then one sequence.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    import ds_mla_ulysses.comm.kept
     import ds_mla_ulysses.hf.parallelize
     import ds_mla_ulysses.hf.patch
     from ds_mla_ulysses.layout.documents import Documents
@@ -174,6 +161,7 @@ def fake_ranks(size: int, rank: int) -> Iterator[None]:
             mock.patch.object(parallelizing, "_check_alike", no_comparison),
             mock.patch.object(ds_mla_ulysses.hf.patch, "gather_documents", one_document),
             mock.patch("transformers.modeling_utils.save_on_cpu", _OnHost),
+            mock.patch.object(ds_mla_ulysses.comm.kept, "_random_states", lambda given: []),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
@@ -242,12 +230,16 @@ def measure(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     model.config._attn_implementation_internal = ATTENTION
     model.config._experts_implementation_internal = "grouped_mm"
-    loss_tile = "auto" if setting.tiles_loss else None
-    settings = {"strategy": strategy, "head_chunks": setting.head_chunks, "loss_tile": loss_tile}
-    handle = dmu.parallelize(model, **settings, checks="never")
+    handle = dmu.parallelize(
+        model,
+        strategy=strategy,
+        head_chunks=setting.head_chunks,
+        loss_tile="auto" if setting.tiles_loss else None,
+        mlp_tile=MLP_TILE if setting.tiles_layers else None,
+        recompute="keep_attention" if setting.keeps_attention else None,
+        checks="never",
+    )
     model.activation_checkpointing_enable({"use_reentrant": False}, offload=setting.offloads_inputs)
-    if setting.fuses_norms:
-        _fuse_norms(model)
     if not has_head:
         model.model.norm = _End()
     if not kinds:
@@ -272,12 +264,6 @@ def measure(
         return Peak(x.shape[1], counted.peak, kept, counted)
 
 
-def _fuse_norms(model: nn.Module) -> None:
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(lambda self, x: _FusedNorm.apply(x, self.weight), module)
-
-
 #: Bytes per local token, and bytes that do not depend on the length.
 Line = tuple[float, float]
 
@@ -293,7 +279,8 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     model, lengths = PRESETS[name], (args.tokens, 2 * args.tokens)
     kinds = {"dense layer": "dense"} | ({} if model.experts is None else {"layer with experts": "sparse"})
     rows = []
-    for setting in ladder(args.head_chunks, ("inputs",)):
+    chunks = min(args.head_chunks, most_head_chunks(model, args.strategy, args.ranks))
+    for setting in ladder(chunks, ("inputs",)):
         print(f"counting {name}, {setting.name}", file=sys.stderr)
         planned = step_memory(model, args.strategy, Machines(args.ranks, args.ranks, 0, 80 * GB), setting)
         on_gpu = replace(setting, offloads_inputs=False)  # a layer's input is then given, and not counted

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import UlyssesValueError
 from ..hf.configs import find_model
-from ..planner.memory import GB, Machines, StepMemory, ladder, step_memory
+from ..planner.memory import GB, Machines, StepMemory, ladder, most_head_chunks, step_memory
 from ..planner.models import Model
 from ..planner.strategies import STRATEGIES
 from .output import figure_file, table
@@ -78,7 +78,8 @@ def plan_memory(args: argparse.Namespace, gpus: int, ranks: int) -> str:
     model = find_model(args.model)
     host = None if args.host_memory is None else args.host_memory * GB
     machines = Machines(gpus, ranks, args.zero, args.memory * GB, args.reserve * GB, host)
-    settings = ladder(args.head_chunks, args.offload)
+    chunks = args.head_chunks or max(1, min(4, most_head_chunks(model, args.strategy, ranks)))
+    settings = ladder(chunks, args.offload)
     steps = [step_memory(model, args.strategy, machines, setting) for setting in settings]
     local = None if args.tokens is None else args.tokens // ranks
     if args.plot:

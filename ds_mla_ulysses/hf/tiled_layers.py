@@ -325,14 +325,14 @@ def _gradients(
         with torch.enable_grad():
             out = call.forward.original(*leaves)
         wanted = [x for x in leaves if x.requires_grad] + list(call.trained)
-        found = iter(torch.autograd.grad(out, wanted, grad_rows[here].view_as(out), allow_unused=True))
+        found: Iterator[Tensor | None] = iter(torch.autograd.grad(out, wanted, grad_rows[here].view_as(out), allow_unused=True))
         del out
         for row in rows:
             if row is not None:
                 part = next(found)
                 row[here] = 0 if part is None else part.flatten(0, -2)
-        for i, part in enumerate(found):
-            sums[i] = _plus(sums[i], part)
+        for i in range(len(sums)):  # no variable holds a gradient while the next tile runs
+            sums[i] = _plus(sums[i], next(found))
     return made, [None if x is None else x.to(p.dtype) for x, p in zip(sums, call.trained, strict=True)]
 
 

@@ -14,8 +14,8 @@ heads · G KV heads · K query and key width · L, Q latent widths · R width of
 share a sequence.
 
 An RMSNorm of transformers saves its input in fp32 and once more normalised in bf16, 6D bytes, beside its output, 2D. Its
-backward works on five tensors in fp32, 20D bytes, beside the saved 4D. A fused one saves its input in bf16 and makes
-nothing else.
+backward works on five tensors in fp32, 20D bytes, beside the saved 4D. In tiles, it saves its input in bf16, and its
+backward makes the input's gradient.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import UlyssesValueError
+from ..layout.heads import HeadPartition
 from ..layout.tiled_loss import tokens_of_tile
 from ..layout.widths import HeadWidths, MLAWidths
 from .models import Model
@@ -36,7 +37,7 @@ GB = 1e9
 #: DeepSpeed's reduce_bucket_size and stage3_prefetch_bucket_size in configs/zero3_long.json, in elements. A bucket of
 #: gradients is held twice, as sent and as reduced.
 _BUCKET, _PREFETCHED = 50_000_000, 50_000_000
-#: Tokens of a tile of norm and MLP, or of experts, in the ladder.
+#: Tokens of a tile of norms, MLPs and experts (`mlp_tile`) in the ladder.
 MLP_TILE = 8192
 #: Adam and the master weights in fp32.
 _OPTIMIZER = 3 * FP32
@@ -51,17 +52,15 @@ class Setting:
         tiles_loss: whether logits are made a tile of tokens at a time (`loss_tile`).
         offloads_inputs: whether layer inputs are kept on the host.
         offloads_optimizer: whether the optimizer is kept on the host.
-        fuses_norms: whether norms are fused, as Liger's are.
-        tiles_layers: whether norm and MLP, or experts, run a tile of tokens at a time (`mlp_tile`).
+        tiles_layers: whether norms, MLPs and experts run a tile of tokens at a time (`mlp_tile`).
         head_chunks: see `parallelize`.
-        keeps_attention: whether attention's output is kept instead of recomputed.
+        keeps_attention: whether attention and its exchanges are kept instead of recomputed (`recompute`).
     """
 
     name: str
     tiles_loss: bool = False
     offloads_inputs: bool = False
     offloads_optimizer: bool = False
-    fuses_norms: bool = False
     tiles_layers: bool = False
     head_chunks: int = 1
     keeps_attention: bool = False
@@ -188,18 +187,34 @@ class StepMemory:
 
 
 def ladder(head_chunks: int, offload: Sequence[str] = ("optimizer", "inputs")) -> list[Setting]:
-    """Returns the settings from the plain step on, each with what the one before it does.
+    """Returns the settings from the plain step on. Each does what the one before it does, and one thing more.
+
+    The last one is an exception: attention cannot be kept in chunks, so it does what "tiled layers" does. It takes less
+    time than the others, and more memory.
 
     Args:
-        head_chunks: of the rung "head chunks".
+        head_chunks: of the rung "head chunks", which is left out if this is 1.
         offload: what the rung "offload" moves to the host.
     """
     tiled = Setting("tiled loss", tiles_loss=True)
     moved = replace(
         tiled, name="offload", offloads_inputs="inputs" in offload, offloads_optimizer="optimizer" in offload
     )
-    norms = replace(moved, name="fused norms", fuses_norms=True)
-    return [Setting("as it is"), tiled, *([moved] if offload else []), norms]
+    layers = replace(moved, name="tiled layers", tiles_layers=True)
+    return [
+        Setting("as it is"),
+        tiled,
+        *([moved] if offload else []),
+        layers,
+        *([replace(layers, name="head chunks", head_chunks=head_chunks)] if head_chunks > 1 else []),
+        replace(layers, name="keep_attention", keeps_attention=True),
+    ]
+
+
+def most_head_chunks(model: Model, strategy: str, ranks: int) -> int:
+    """Returns the most head chunks that a strategy can have: one for each head that every rank attends with."""
+    exchanges = STRATEGIES[strategy].exchanges_heads
+    return HeadPartition(model.widths.heads, ranks).count(ranks - 1) if exchanges else model.widths.heads
 
 
 def step_memory(model: Model, strategy: str, machines: Machines, setting: Setting) -> StepMemory:
@@ -216,6 +231,11 @@ def step_memory(model: Model, strategy: str, machines: Machines, setting: Settin
     refused = STRATEGIES[strategy].refused(Work(model.widths, machines.ranks, 0))
     if refused is not None:
         raise UlyssesValueError(f"strategy {strategy!r} is impossible: {refused}.")
+    most = most_head_chunks(model, strategy, machines.ranks)
+    if setting.head_chunks > most:
+        raise UlyssesValueError(
+            f"--head-chunks {setting.head_chunks} must be at most {most}, the fewest heads that a rank attends with."
+        )
     if setting.offloads_optimizer and machines.stage == 0:
         raise UlyssesValueError("ZeRO 0 cannot keep the optimizer on the host: choose a stage from 1 to 3.")
     P, stage, moved = model.parameters, machines.stage, setting.offloads_optimizer
@@ -231,18 +251,25 @@ def step_memory(model: Model, strategy: str, machines: Machines, setting: Settin
     ):
         if layers:
             of_layer = BF16 * (model.attention_parameters + of_mlp)
-            whole = (of_layer + BF16 * _PREFETCHED if stage == 3 else 0) + (of_layer if stage >= 2 else 0)
+            whole = of_layer + BF16 * _PREFETCHED if stage == 3 else 0
             phases = layer_phases(model, has_experts, strategy, machines.ranks, setting)
-            components.append(Component(name, [replace(p, constant=p.constant + whole) for p in phases]))
+            # In tiles, the gradients of the weights are part of the phases.
+            gradients = [0 if stage < 2 else of_layer - (BF16 * of_mlp if p.tile else 0) for p in phases]
+            components.append(
+                Component(
+                    name, [replace(p, constant=p.constant + whole + g) for p, g in zip(phases, gradients, strict=True)]
+                )
+            )
     of_head = BF16 * model.head_parameters if stage == 3 else 0
     phases = [replace(p, constant=p.constant + of_head) for p in head_phases(model, setting)]
     components.append(Component("head and loss", phases))
 
     of_input = BF16 * model.hidden
+    held = STRATEGIES[strategy].held(model.widths, machines.ranks, setting.head_chunks)
     return StepMemory(
         setting,
         fixed,
-        0.0 if setting.offloads_inputs else of_input,
+        (0.0 if setting.offloads_inputs else of_input) + (held.kept if setting.keeps_attention else 0.0),
         model.layers,
         of_input if setting.offloads_inputs else 0.0,
         components,
@@ -254,35 +281,50 @@ def step_memory(model: Model, strategy: str, machines: Machines, setting: Settin
 def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, setting: Setting) -> list[Phase]:
     """Returns the phases of the backward of one layer, recomputation included; without the layer's input.
 
-    A tile of norm and MLP saves its input, and its backward makes that input's gradient, 2D each, and sums the gradients
-    of the weights in fp32.
-
     In all of them exist the gradient of the layer's output, 2D, RoPE's cosines and sines, and where documents begin, 9n.
     Until the backward of the first norm there are also what that norm saved, its output, 2D, and what the projections
     saved.
+
+    A tile of an MLP or of experts exists beside the second norm's input and output, 2D each, the gradient of the input
+    of the MLP, 2D, and the gradients of its weights so far, in fp32. Beside experts there are also the router's input in
+    fp32 and the gradient that the shared experts have made. When a tile is done, it leaves the gradients of its weights
+    in bf16.
+
+    What is kept of attention (`keep_attention`) counts as kept by all layers.
     """
-    D, fused = model.hidden, setting.fuses_norms
+    D, tiled = model.hidden, setting.tiles_layers
     held = STRATEGIES[strategy].held(model.widths, ranks, setting.head_chunks)
+    kept = held.kept if setting.keeps_attention else 0
     common = BF16 * D + _rotary(model.widths) + 9 * ranks + 8
-    norm = _saved_by_norm(D, fused)
-    before = common + norm + BF16 * D + _saved_by_projections(model, fused)
-    after = before + held.saved
-    norm_backward = common + _norm_backward(D, fused)
+    norm = _saved_by_norm(D, tiled)
+    before = common + norm + BF16 * D + _saved_by_projections(model, tiled)
+    after = before + held.saved - kept
+    norm_backward = common + _norm_backward(D, tiled)
     phases = [
-        Phase("attention forward", before + held.forward),
-        Phase("attention backward", before + held.backward),
+        Phase("attention forward", before + held.forward - kept),
+        Phase("attention backward", before + held.backward - kept),
         Phase("backward of the first norm", norm_backward),
     ]
+    if tiled:
+        if has_experts:
+            assert model.experts is not None
+            weights = 3 * model.experts.count * model.experts.width * D
+            name, beside, of_tile = "experts", FP32 * D + BF16 * D, _experts(model) + BF16 * (model.experts.per_token + 1) * D
+            of_tile -= FP32 * D
+        else:
+            weights, name, beside = model.mlp_parameters, "MLP", 0
+            of_tile = 6 * BF16 * model.intermediate + BF16 * D
+        beside += after + 3 * BF16 * D
+        return [
+            *phases,
+            Phase(f"{name} in tiles", beside, FP32 * weights, of_tile, MLP_TILE),
+            Phase(f"gradients of {name}", beside, (FP32 + BF16) * weights, 0, MLP_TILE),
+        ]
     name, of_mlp = ("experts", _experts(model)) if has_experts else ("MLP", 6 * BF16 * model.intermediate)
-    if setting.tiles_layers:
-        weights = FP32 * (model.expert_parameters if has_experts else model.mlp_parameters)
-        of_tile = _saved_by_norm(D, fused) + 3 * BF16 * D + of_mlp
-        return [*phases, Phase(f"{name} in tiles", after + 2 * BF16 * D, weights, of_tile, MLP_TILE)]
-    own_input = BF16 * D if fused else 0  # a fused norm saves its input, which exists for nothing else
     return [
         *phases,
-        Phase(name, after + norm + BF16 * D + own_input + of_mlp),
-        Phase("backward of the second norm", after - common + own_input + norm_backward),
+        Phase(name, after + norm + BF16 * D + of_mlp),
+        Phase("backward of the second norm", after - common + norm_backward),
     ]
 
 
@@ -293,9 +335,9 @@ def head_phases(model: Model, setting: Setting) -> list[Phase]:
     each token of a tile. The gradient of the head's input, 2D, is kept until backward, which scales it, and so is the
     head's gradient in fp32, 4VD; when that is made, and when it is scaled, it exists once more, in bf16 and in fp32.
     """
-    D, V, fused = model.hidden, model.vocabulary, setting.fuses_norms
-    saved = _saved_by_norm(D, fused) + (BF16 * D if fused else 0)
-    norm_backward = Phase("backward of the last norm", (BF16 * D if fused else 0) + _norm_backward(D, fused))
+    D, V, tiled = model.hidden, model.vocabulary, setting.tiles_layers
+    saved = _saved_by_norm(D, tiled) + (BF16 * D if tiled else 0)
+    norm_backward = Phase("backward of the last norm", (BF16 * D if tiled else 0) + _norm_backward(D, tiled))
     if not setting.tiles_loss:
         return [Phase("whole logits", saved + BF16 * D + (2 * BF16 + 2 * FP32) * V), norm_backward]
     logits, tile = (BF16 + 2 * FP32) * V, tokens_of_tile("auto", V)
@@ -307,14 +349,14 @@ def head_phases(model: Model, setting: Setting) -> list[Phase]:
     ]
 
 
-def _saved_by_norm(width: int, fused: bool) -> float:
-    """Bytes that a norm saves beside its output; the bf16 input of a fused one is its caller's."""
-    return 0 if fused else (FP32 + BF16) * width
+def _saved_by_norm(width: int, tiled: bool) -> float:
+    """Bytes that a norm saves beside its output; the bf16 input of one in tiles is its caller's."""
+    return 0 if tiled else (FP32 + BF16) * width
 
 
-def _norm_backward(width: int, fused: bool) -> float:
-    """Bytes of a norm's backward: a fused one has a gradient in and one out, another six tensors in fp32."""
-    return 2 * BF16 * width if fused else 6 * FP32 * width
+def _norm_backward(width: int, tiled: bool) -> float:
+    """Bytes of a norm's backward: one in tiles has a gradient in and one out, another six tensors in fp32."""
+    return 2 * BF16 * width if tiled else 6 * FP32 * width
 
 
 def _rotary(widths: MLAWidths | HeadWidths) -> float:
@@ -322,14 +364,14 @@ def _rotary(widths: MLAWidths | HeadWidths) -> float:
     return 2 * BF16 * (widths.rope if isinstance(widths, MLAWidths) else widths.key)
 
 
-def _saved_by_projections(model: Model, fused: bool) -> float:
+def _saved_by_projections(model: Model, tiled: bool) -> float:
     """Bytes that norms of latents or of heads save, with the outputs that the next projection saves."""
     w = model.widths
     if isinstance(w, HeadWidths):
         normalised = (w.heads + w.kv_heads) * w.key if model.normalizes_heads else 0
-        return (BF16 if fused else FP32 + BF16) * normalised
+        return (BF16 if tiled else FP32 + BF16) * normalised
     latents = (w.query_latent or 0) + w.latent
-    return BF16 * (latents + w.rope) + BF16 * latents if fused else (FP32 + 2 * BF16) * latents
+    return BF16 * (latents + w.rope) + BF16 * latents if tiled else (FP32 + 2 * BF16) * latents
 
 
 def _experts(model: Model) -> float:

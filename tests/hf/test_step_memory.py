@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_mla_ulysses.planner.memory import GB, Machines, ladder, step_memory
+from ds_mla_ulysses.planner.memory import GB, Machines, ladder, most_head_chunks, step_memory
 from ds_mla_ulysses.planner.models import PRESETS
 from ds_mla_ulysses.planner.strategies import STRATEGIES
 
@@ -16,6 +16,12 @@ import long_context
 TOKENS = 2**20
 RANKS = 8
 LADDER = {setting.name: setting for setting in ladder(4, ("inputs",))}
+
+
+def setting_of(name, setting):
+    """A rung, with as many head chunks as the model can have on the ranks."""
+    chunks = min(LADDER[setting].head_chunks, most_head_chunks(PRESETS[name], "packed", RANKS))
+    return replace(LADDER[setting], head_chunks=chunks)
 
 
 def measure(*args, rank=0, **kwargs):
@@ -38,13 +44,14 @@ def check(measured, plan):
     assert plan == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize("setting", ["as it is", "fused norms"])
+@pytest.mark.parametrize("tokens", [TOKENS, 8 * TOKENS])
+@pytest.mark.parametrize("setting", ["as it is", "tiled layers", "head chunks"])
 @pytest.mark.parametrize("name", long_context.MODEL_TYPES)
-def test_layers(name, setting):
-    on_gpu = replace(LADDER[setting], offloads_inputs=False)  # the layer's input is given, and not counted
+def test_layers(name, setting, tokens):
+    on_gpu = replace(setting_of(name, setting), offloads_inputs=False)  # the layer's input is given, and not counted
     components = {c.name: c for c in planned(name, on_gpu).components}
     for component, kind in kinds_of(name).items():
-        peak = measure(name, [kind], on_gpu, TOKENS)
+        peak = measure(name, [kind], on_gpu, tokens)
         check(peak.peak, components[component].largest(peak.tokens).at(peak.tokens))
 
 
@@ -56,7 +63,7 @@ def test_strategies(strategy):
     check(peak.peak, component.largest(peak.tokens).at(peak.tokens))
 
 
-@pytest.mark.parametrize("setting", ["tiled loss", "fused norms"])
+@pytest.mark.parametrize("setting", ["tiled loss", "tiled layers"])
 @pytest.mark.parametrize("name", long_context.MODEL_TYPES)
 def test_head_and_loss(name, setting):
     component = planned(name, LADDER[setting]).components[-1]
@@ -69,7 +76,8 @@ def test_head_and_loss(name, setting):
 def test_whole_step(name, setting):
     """Three layers, head and loss: the inputs that are kept, and the largest moment."""
     kinds = ["dense", "sparse", "sparse"] if PRESETS[name].experts else ["dense"] * 3
-    step = planned(name, LADDER[setting], layers=3, dense_layers=kinds.count("dense"))
-    peak = measure(name, kinds, LADDER[setting], TOKENS, has_head=True)
+    rung = setting_of(name, setting)
+    step = planned(name, rung, layers=3, dense_layers=kinds.count("dense"))
+    peak = measure(name, kinds, rung, TOKENS, has_head=True)
     given = 2 * PRESETS[name].hidden * peak.tokens  # the first layer's input
     check(peak.peak + given, step.peak(peak.tokens) - step.fixed)

@@ -62,11 +62,13 @@ class Held:
         saved: kept from forward for backward, including the output of the local tokens, which the projection saves.
         forward: the most that exist at a time in forward, what is saved by then included.
         backward: the same in backward.
+        kept: the part of `saved` that a checkpoint with `keep_attention` keeps.
     """
 
     saved: float
     forward: float
     backward: float
+    kept: float
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ def held_by_heads(
         saved,
         local + saved + BF16 * (ranks - 1) * heads * widths.value,
         attended + BF16 * ranks * heads * widths.value + kernel,
+        saved - made,
     )
 
 
@@ -230,7 +233,7 @@ def held_in_chunks(
     sums = FP32 * n * (widths.rope + (widths.latent if expanded else 0))
     backward = attended + n * m * (BF16 * V + FP32 * K + BF16 * (2 * K + V))
     waiting = output + sums if c > 2 else max(output, sums)
-    return Held(saved + output, local + saved + forward, saved + waiting + backward)
+    return Held(saved + output, local + saved + forward, saved + waiting + backward, 0.0)
 
 
 def local_queries(widths: MLAWidths | HeadWidths) -> float:

@@ -80,10 +80,17 @@ class GatherKV(Strategy):
                 arrived + queries + output,
                 arrived + local_queries(widths) + max(2 * output, attended + output * (c - 1) / c),
                 arrived + queries + output + attended + of_kernel + sums + queries * (c - 1) / c,
+                0.0,
             )
+        if head_chunks > 1:  # the chunks' queries exist once more, with their output, its gradient and their own
+            of_chunk = (2 * queries + 2 * queries + 2 * output) / head_chunks
+            saved = whole + queries + output
+            attending = saved + output + of_chunk + whole / min(head_chunks, widths.kv_heads)
+            return Held(saved, saved + local_queries(widths) + output, max(attending, returning), 0.0)
         saved = whole + queries + output + FP32 * widths.heads
         kernel = 2 * queries + queries + BF16 * ranks * keys_and_values  # the fp32 sum takes twice the bytes of queries
-        return Held(saved, saved + local_queries(widths) - queries, max(saved + output + kernel, returning))
+        kept = saved - queries - (BF16 * ranks * widths.heads * of_head if isinstance(widths, MLAWidths) else 0)
+        return Held(saved, saved + local_queries(widths) - queries, max(saved + output + kernel, returning), kept)
 
     def kv_heads(self, widths: MLAWidths | HeadWidths, ranks: int) -> int:
         return widths.heads if isinstance(widths, MLAWidths) else widths.kv_heads

@@ -70,6 +70,7 @@ class LatentQKV(Strategy):
                 saved + BF16 * widths.heads * V,
                 local + saved + max(attended + output * (c - 1) / c, output + max(output, returning)),
                 saved + output + attended + of_kernel + sums + queries * (c - 1) / c,
+                0.0,
             )
         return held_by_heads(
             widths,

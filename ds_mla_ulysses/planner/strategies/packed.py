@@ -7,6 +7,7 @@ from ...layout.widths import HeadWidths, MLAWidths
 from ..work import Work
 from .base import (
     BF16,
+    FP32,
     HEAD_LAYERS,
     MLA_LAYERS,
     Computed,
@@ -88,6 +89,8 @@ class Packed(Strategy):
                 exchanged=BF16 * of_token,
                 expanded=0,
             )
+        if head_chunks > 1:
+            return _held_in_dense_chunks(widths, ranks, head_chunks, BF16 * arrived, BF16 * ranks * kv_heads * of_kv_head)
         held = held_by_heads(
             widths,
             ranks,
@@ -97,10 +100,40 @@ class Packed(Strategy):
             local=local,
         )
         returning = BF16 * (ranks * gradients + 2 * arrived * (ranks - 1) / ranks + of_token) if ranks > 1 else 0
-        return Held(held.saved, held.forward, max(held.backward, returning))
+        of_key = BF16 * ranks * widths.rope if isinstance(widths, MLAWidths) else 0  # gathered, and kept with the rest
+        return Held(held.saved, held.forward, max(held.backward, returning), held.kept + of_key)
 
     def kv_heads(self, widths: MLAWidths | HeadWidths, ranks: int) -> int:
         if isinstance(widths, MLAWidths):
             return self.most_heads(widths, ranks)
         partition = HeadPartition(widths.kv_heads, ranks, widths.heads)
         return max(partition.count(p) for p in range(ranks))
+
+
+def _held_in_dense_chunks(
+    widths: HeadWidths, ranks: int, head_chunks: int, arrived: float, keys_and_values: float
+) -> Held:
+    """Returns what `packed` holds with the local query heads in chunks of m heads, without latents.
+
+    Keys and values, and the queries of each chunk, are kept as they arrived, beside the output of the local tokens, 2HV.
+
+    Forward peaks when the output is projected, which takes about as much as the output, while the module still holds its
+    local tensors.
+
+    Backward peaks in the local attention of a chunk, with its output and the row sums, the gradient of the whole output,
+    the fp32 sum 4nmK, and gradients. The gradients of keys and values of the chunks before wait: one as it is, several as
+    a sum in fp32. The queries of those chunks are gone.
+
+    Args:
+        arrived: bytes of everything that arrives.
+        keys_and_values: bytes of the keys and values of it.
+    """
+    n, K, V = ranks, widths.key, widths.value
+    output, of_chunk = BF16 * widths.heads * V, (arrived - keys_and_values) / head_chunks
+    m = -(-HeadPartition(widths.heads, n).count(0) // head_chunks)
+    attending = n * m * (2 * BF16 * V + FP32 + FP32 * K + BF16 * K) + keys_and_values
+    waiting = max(0, keys_and_values - of_chunk, 2 * keys_and_values - 2 * of_chunk if head_chunks > 2 else 0)
+    local = BF16 * (widths.heads * K + widths.kv_heads * (K + V))
+    saved = arrived + output
+    backward = arrived + output + attending - BF16 * n * m * V + waiting
+    return Held(saved, local + saved + output, backward, 0.0)
