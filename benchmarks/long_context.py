@@ -39,7 +39,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_mla_ulysses.planner.memory import GB, MLP_TILE, Component, Machines, Setting, ladder, most_head_chunks, step_memory
+from ds_mla_ulysses.planner.memory import (
+    GB,
+    MLP_TILE,
+    Component,
+    Machines,
+    Setting,
+    ladder,
+    most_head_chunks,
+    step_memory,
+)
 from ds_mla_ulysses.planner.models import PRESETS
 from ds_mla_ulysses.planner.strategies import STRATEGIES
 from ds_mla_ulysses.stored_bytes import StoredBytes

@@ -70,9 +70,7 @@ def run_rank(request: Request, todo: Sequence[tuple[str, str]], rank: int, store
             model = build(request, config)
             send({"kind": "model", "class": type(model).__name__, "config": shown_settings(config)})
             try:
-                handle = parallelize(
-                    model, sp_size=request.ranks, strategy=strategy, head_chunks=request.head_chunks
-                )
+                handle = parallelize(model, sp_size=request.ranks, strategy=strategy, head_chunks=request.head_chunks)
             except (ValueError, NotImplementedError) as error:
                 if not _is_of_package(error):
                     raise

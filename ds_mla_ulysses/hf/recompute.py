@@ -131,6 +131,4 @@ def _keeps(function: Any) -> bool:
 
 
 def _problem_of_chunks(name: str, head_chunks: int) -> str:
-    return (
-        f"{name} keeps attention, but head_chunks={head_chunks} frees and recomputes it chunk by chunk: leave one of them out."
-    )
+    return f"{name} keeps attention, but head_chunks={head_chunks} frees and recomputes it chunk by chunk: leave one of them out."

@@ -189,9 +189,7 @@ def bytes_of_step(family, way, recompute, **config):
 
 
 def kept_bytes(family, way, config):
-    full, attention, output = (
-        bytes_of_step(family, way, x, **config) for x in (None, "keep_attention", "keep_output")
-    )
+    full, attention, output = (bytes_of_step(family, way, x, **config) for x in (None, "keep_attention", "keep_output"))
     assert full[1] == attention[1] == output[1], (full, attention, output)  # all is freed in backward
     return attention[0] - full[0], output[0] - full[0]
 

@@ -159,7 +159,9 @@ def test_the_command_passes_every_argument_of_install(monkeypatch, tmp_path):
         sp_in_eval=True, strategy="gather_kv", split="head_tail", head_chunks=2, loss_tile=7, mlp_tile=9, checks="first"
     )
     assert wanted.keys() == defaults.keys()
-    options = "--sp-in-eval --strategy gather_kv --split head_tail --head-chunks 2 --loss-tile 7 --mlp-tile 9 --checks first"
+    options = (
+        "--sp-in-eval --strategy gather_kv --split head_tail --head-chunks 2 --loss-tile 7 --mlp-tile 9 --checks first"
+    )
     run.main([*options.split(), str(script), "--checks", "mine"])
     assert given[1] == wanted
     run.main(["--loss-tile", "none", str(script), "--checks", "mine"])

@@ -90,7 +90,9 @@ class Packed(Strategy):
                 expanded=0,
             )
         if head_chunks > 1:
-            return _held_in_dense_chunks(widths, ranks, head_chunks, BF16 * arrived, BF16 * ranks * kv_heads * of_kv_head)
+            return _held_in_dense_chunks(
+                widths, ranks, head_chunks, BF16 * arrived, BF16 * ranks * kv_heads * of_kv_head
+            )
         held = held_by_heads(
             widths,
             ranks,
