@@ -314,7 +314,7 @@ class LazyLogits(Tensor):
         """`sum_of_cross_entropies` in tiles. With a head that ZeRO-3 shards it is a collective of all ranks."""
         call = self._call
         records = torch.is_grad_enabled() and self.requires_grad
-        with gathered(call.parameters), without_tensor_hooks(call.trained):
+        with gathered(call.parameters), without_tensor_hooks(call.backward.trained):
             sums = tiled_sum_of_cross_entropies(
                 lambda hidden: self._operations(call.logits(hidden)),
                 call.hidden,

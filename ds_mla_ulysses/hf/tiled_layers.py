@@ -335,16 +335,16 @@ def _gradients(
         with torch.enable_grad():
             out = call.forward.original(*leaves)
         wanted = [x for x in leaves if x.requires_grad] + list(call.trained)
-        found: Iterator[Tensor | None] = iter([None] * len(wanted))  # if no token of the tile has an expert
+        found: list[Tensor | None] = [None] * len(wanted)  # if no token of the tile has an expert
         if out.requires_grad:
-            found = iter(torch.autograd.grad(out, wanted, grad_rows[here].view_as(out), allow_unused=True))
+            found = list(torch.autograd.grad(out, wanted, grad_rows[here].view_as(out), allow_unused=True))
         del out
         for row in rows:
             if row is not None:
-                part = next(found)
+                part = found.pop(0)
                 row[here] = 0 if part is None else part.flatten(0, -2)
         for i in range(len(sums)):  # no variable holds a gradient while the next tile runs
-            sums[i] = _plus(sums[i], next(found))
+            sums[i] = _plus(sums[i], found.pop(0))
     return made, [None if x is None else x.to(p.dtype) for x, p in zip(sums, call.trained, strict=True)]
 
 

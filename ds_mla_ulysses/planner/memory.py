@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import UlyssesValueError
-from ..layout.heads import HeadPartition
 from ..layout.tiled_loss import tokens_of_tile
 from ..layout.widths import HeadWidths, MLAWidths
 from .models import Model
@@ -213,8 +212,8 @@ def ladder(head_chunks: int, offload: Sequence[str] = ("optimizer", "inputs")) -
 
 def most_head_chunks(model: Model, strategy: str, ranks: int) -> int:
     """Returns the most head chunks that a strategy can have: one for each head that every rank attends with."""
-    exchanges = STRATEGIES[strategy].exchanges_heads
-    return HeadPartition(model.widths.heads, ranks).count(ranks - 1) if exchanges else model.widths.heads
+    heads = model.widths.heads
+    return heads // ranks if STRATEGIES[strategy].exchanges_heads else heads
 
 
 def step_memory(model: Model, strategy: str, machines: Machines, setting: Setting) -> StepMemory:
@@ -309,16 +308,11 @@ def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, set
         if has_experts:
             assert model.experts is not None
             weights = 3 * model.experts.count * model.experts.width * D
-            name, beside, of_tile = (
-                "experts",
-                FP32 * D + BF16 * D,
-                _experts(model) + BF16 * (model.experts.per_token + 1) * D,
-            )
-            of_tile -= FP32 * D
+            name, beside = "experts", after + (FP32 + 4 * BF16) * D
+            of_tile = _experts(model) + (BF16 * (model.experts.per_token + 1) - FP32) * D
         else:
-            weights, name, beside = model.mlp_parameters, "MLP", 0
+            weights, name, beside = model.mlp_parameters, "MLP", after + 3 * BF16 * D
             of_tile = 6 * BF16 * model.intermediate + BF16 * D
-        beside += after + 3 * BF16 * D
         return [
             *phases,
             Phase(f"{name} in tiles", beside, FP32 * weights, of_tile, MLP_TILE),

@@ -209,12 +209,12 @@ def held_in_chunks(
 ) -> Held:
     """Returns what a strategy holds under which MLA's local heads are exchanged and attend in chunks of m heads.
 
-    Forward peaks when the last chunk leaves, with three times its tensors (local, on the wire, and of the chunk before),
-    or in the last chunk, or when the outputs of all chunks, 2HV, are joined, 2HV.
+    Forward peaks when the last chunk leaves, whose tensors then exist once more, or in that chunk's local attention. The
+    output of all chunks, 2HV, exists as soon as the first chunk is done.
 
     Backward peaks in the local attention of a chunk: its keys, output and row sums, perhaps packed keys and values, the
-    output's gradient 2nmV, the fp32 sum 4nmK, gradients 2nm(2K+V), and two things that wait: the whole output's gradient,
-    but not for the last chunk, and the fp32 sums of what all chunks share, but not for the first.
+    gradient of the whole output, the fp32 sum 4nmK, and gradients 2nm(2K+V). The gradients of what all chunks share wait:
+    one as it is, several as a sum in fp32. The output's gradients of chunks that are done are gone.
 
     Args:
         local: bytes of the tensors of local tokens that the module still holds.
@@ -225,15 +225,11 @@ def held_in_chunks(
     K, V, n, c = widths.key, widths.value, ranks, head_chunks
     m, output, of_chunk = -(-HeadPartition(widths.heads, n).count(0) // c), BF16 * widths.heads * V, exchanged / c
     attended = BF16 * n * m * (expanded + K + V) + FP32 * n * m
-    forward = max(
-        3 * of_chunk + (output * (c - 2) / c + BF16 * n * m * V if c > 2 else 0),
-        of_chunk + output * (c - 1) / c + attended,
-        of_chunk + 2 * output + BF16 * n * m * V,
-    )
+    forward = max((output if c > 2 else 0) + of_chunk, output + attended)
     sums = FP32 * n * (widths.rope + (widths.latent if expanded else 0))
-    backward = attended + n * m * (BF16 * V + FP32 * K + BF16 * (2 * K + V))
-    waiting = output + sums if c > 2 else max(output, sums)
-    return Held(saved + output, local + saved + forward, saved + waiting + backward, 0.0)
+    backward = output + attended + n * m * (FP32 * K + BF16 * (2 * K + V))
+    waiting = max(0, sums / 2 - output / c, sums - 2 * output / c if c > 2 else 0)
+    return Held(saved + output, local + saved + forward, saved + backward + waiting, 0.0)
 
 
 def local_queries(widths: MLAWidths | HeadWidths) -> float:

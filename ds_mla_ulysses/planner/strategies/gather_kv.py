@@ -85,7 +85,7 @@ class GatherKV(Strategy):
         if head_chunks > 1:  # the chunks' queries exist once more, with their output, its gradient and their own
             of_chunk = (2 * queries + 2 * queries + 2 * output) / head_chunks
             saved = whole + queries + output
-            attending = saved + output + of_chunk + whole / min(head_chunks, widths.kv_heads)
+            attending = saved + output + of_chunk + whole / min(head_chunks, self.kv_heads(widths, ranks))
             return Held(saved, saved + local_queries(widths) + output, max(attending, returning), 0.0)
         saved = whole + queries + output + FP32 * widths.heads
         kernel = 2 * queries + queries + BF16 * ranks * keys_and_values  # the fp32 sum takes twice the bytes of queries
