@@ -4,10 +4,10 @@
 single operators, whose names differ between attention backends. Instead, attention and the exchanges say themselves what
 they are:
 
-| function      | wraps                                 | in the first forward         | in the recomputation            |
-|---------------|---------------------------------------|------------------------------|---------------------------------|
-| `kept`        | a call without gradients: an exchange | keeps its result             | returns the result, calls nothing |
-| `attend_once` | the local attention                   | keeps its output and graph   | returns the output, calls nothing |
+| function      | wraps                                 | in the first forward       | in the recomputation              |
+|---------------|---------------------------------------|----------------------------|-----------------------------------|
+| `kept`        | a call without gradients: an exchange | keeps its result           | returns the result, calls nothing |
+| `attend_once` | the local attention                   | keeps its output and graph | returns the output, calls nothing |
 
 The graph of the local attention holds what its backward needs. Tensors that share memory with its arguments (queries, keys
 and values) are left out of it and are recomputed with the layer, so that what stays is the output, the log-sum-exp, and
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..errors import UlyssesRuntimeError
@@ -55,7 +56,7 @@ def keep_attention() -> Contexts:
         RuntimeError: in forward, no attention of a parallelized model ran in the checkpoint, so nothing would be kept; in
             backward, the recomputation differs from the forward, or backward runs twice.
     """
-    return _contexts(_Kept(arriving=True))
+    return _contexts(_Record(arriving=True))
 
 
 def keep_output() -> Contexts:
@@ -63,10 +64,10 @@ def keep_output() -> Contexts:
 
     A step runs attention once in each layer and returns its output once. This takes less memory than `keep_attention`.
     """
-    return _contexts(_Kept(arriving=False))
+    return _contexts(_Record(arriving=False))
 
 
-class _Kept:
+class _Record:
     """What one forward of a checkpointed function keeps for its recomputation, in the order of the calls.
 
     Attributes:
@@ -132,16 +133,16 @@ class _Unchanged:
 
 
 #: The checkpointed function that runs in this thread, and what it keeps. Backward may run in other threads.
-_RUNNING: ContextVar[_Kept | None] = ContextVar("ulysses_kept", default=None)
+_RUNNING: ContextVar[_Record | None] = ContextVar("ulysses_kept", default=None)
 
 
-def _contexts(kept: _Kept) -> Contexts:
-    return _forward(kept), _recomputation(kept)
+def _contexts(record: _Record) -> Contexts:
+    return _forward(record), _Recomputation(record)
 
 
 @contextmanager
-def _set(kept: _Kept | None) -> Iterator[None]:
-    token = _RUNNING.set(kept)
+def _set(record: _Record | None) -> Iterator[None]:
+    token = _RUNNING.set(record)
     try:
         yield
     finally:
@@ -149,10 +150,10 @@ def _set(kept: _Kept | None) -> Iterator[None]:
 
 
 @contextmanager
-def _forward(kept: _Kept) -> Iterator[None]:
-    with _set(kept):
+def _forward(record: _Record) -> Iterator[None]:
+    with _set(record):
         yield
-    if kept.is_empty:
+    if record.is_empty:
         raise UlyssesRuntimeError(
             "nothing was kept for recomputation, because no attention over sharded sequences ran in the checkpoint: give "
             "the forward a layout (model(**handle.shard(batch).inputs)), and checkpoint whole layers of a parallelized "
@@ -160,15 +161,15 @@ def _forward(kept: _Kept) -> Iterator[None]:
         )
 
 
-class _recomputation(AbstractContextManager[None]):
+class _Recomputation(AbstractContextManager[None]):
     """Unlike a generator, it can be entered again, which a second backward does."""
 
-    def __init__(self, kept: _Kept) -> None:
-        self._kept = kept
+    def __init__(self, record: _Record) -> None:
+        self._record = record
 
     def __enter__(self) -> None:
-        self._kept.begin_recomputation()
-        self._running = _set(self._kept)
+        self._record.begin_recomputation()
+        self._running = _set(self._record)
         self._running.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -191,7 +192,7 @@ def kept(call: Callable[[], T], kind: str) -> T:
     if running is None or (kind == ARRIVING and not running.arriving):
         return call()
     if running.recomputes:
-        return running.take(kind)  # type: ignore[no-any-return]
+        return running.take(kind)
     result = call()
     running.put(kind, result)
     return result
@@ -223,25 +224,26 @@ def attend_once(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     if not places:  # nothing to differentiate
         return kept(lambda: attend_to().detach(), ATTENTION)
     given = [leaves[i] for i in places]
-    return _AttendOnce.apply(attend_to, running, *given)  # type: ignore[no-any-return]
+    return _AttendOnce.apply(attend_to, running, *given)
 
 
 class _AttendOnce(torch.autograd.Function):
     """The local attention as one node, which saves its arguments where a checkpoint finds them and keeps the rest."""
 
     @staticmethod
-    def forward(ctx: Any, attend: Callable[..., Tensor], kept: _Kept, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, attend: Callable[..., Tensor], record: _Record, *given: Tensor) -> Tensor:
         ctx.save_for_backward(*given)
-        if kept.recomputes:
-            out, states = kept.take(ATTENTION)
+        if record.recomputes:
+            out, states = record.take(ATTENTION)
             _set_random_states(states, given)
             return out
         before = _random_states(given)
         ctx.graph = _Graph(given)
         out = ctx.graph.run(attend)
         after = _random_states(given)
-        drew = any(not torch.equal(*states) for states in zip(before, after, strict=True))
-        kept.put(ATTENTION, (out, after if drew else []))
+        with _disable_current_modes():  # the states are real also where tensors are fake
+            drew = any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
+        record.put(ATTENTION, (out, after if drew else []))
         return out
 
     @staticmethod
@@ -261,39 +263,52 @@ class _Graph:
     """
 
     def __init__(self, given: Sequence[Tensor]) -> None:
-        self._start = [x.detach() for x in given]
-        self._strides = [x.stride() for x in given]
-        self._given: Sequence[Tensor] = ()
+        self._arguments = _Arguments(given)
 
     def run(self, attend: Callable[..., Tensor]) -> Tensor:
         """Calls `attend` with the arguments and returns its output, outside of any graph."""
-        with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
-            # The beginning of the graph may not be the arguments themselves, which it would hold.
+        arguments = self._arguments
+        with torch.enable_grad(), saved_tensors_hooks(arguments.pack, arguments.unpack):
+            # The graph would hold its leaves, which the arguments may not be.
             origin = torch.empty(0, requires_grad=True)
-            inputs = [_Begin.apply(origin, x) for x in self._start]
+            inputs = [_Begin.apply(origin, x) for x in arguments.tensors]
             out = attend(*inputs)
             self._inputs: list[GradientEdge] = [get_gradient_edge(x) for x in inputs]
             self._out = get_gradient_edge(out)
-        self._start = []
+        arguments.tensors = []
         return out.detach()
 
     def gradients(self, grad: Tensor, given: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Returns the gradients of the arguments, which are given as they were in `run`; the graph is freed."""
-        if [x.stride() for x in given] != self._strides:
-            raise UlyssesRuntimeError("recomputing a layer gave attention tensors with other strides than its forward.")
-        self._given = [x.detach() for x in given]
+        self._arguments.restore(given)
         return torch.autograd.grad([self._out], self._inputs, [grad], allow_unused=True)
 
-    def _pack(self, x: Tensor) -> Tensor | _Place:
-        for i, start in enumerate(self._start):
-            if x.dtype == start.dtype and x.untyped_storage()._cdata == start.untyped_storage()._cdata:
-                return _Place(i, x.shape, x.stride(), x.storage_offset() - start.storage_offset())
-        return x
 
-    def _unpack(self, packed: Tensor | _Place) -> Tensor:
+class _Arguments:
+    """The arguments of a call, while it runs and while its backward runs.
+
+    The graph's saved tensors refer to it, so it does not refer to the graph: such a cycle would never be freed.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self.tensors = [x.detach() for x in given]
+        self._strides = [x.stride() for x in given]
+
+    def restore(self, given: Sequence[Tensor]) -> None:
+        if [x.stride() for x in given] != self._strides:
+            raise UlyssesRuntimeError("recomputing a layer gave attention tensors with other strides than its forward.")
+        self.tensors = [x.detach() for x in given]
+
+    def pack(self, x: Tensor) -> Tensor | _Place:
+        for i, argument in enumerate(self.tensors):
+            if x.dtype == argument.dtype and x.untyped_storage()._cdata == argument.untyped_storage()._cdata:
+                return _Place(i, x.shape, x.stride(), int(x.storage_offset() - argument.storage_offset()))
+        return x.detach()
+
+    def unpack(self, packed: Tensor | _Place) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        x = self._given[packed.argument]
+        x = self.tensors[packed.argument]
         return x.as_strided(packed.shape, packed.strides, x.storage_offset() + packed.offset)
 
 
@@ -321,9 +336,10 @@ class _Begin(torch.autograd.Function):
 
 def _random_states(given: Sequence[Tensor]) -> list[Tensor]:
     """The states of the generators of the CPU and of the device that the tensors are on."""
-    device = given[0].device
-    of_device = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device).get_rng_state(device)]
-    return [torch.get_rng_state(), *of_device]
+    states, device = [torch.get_rng_state()], given[0].device
+    if device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available():
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
 
 
 def _set_random_states(states: Sequence[Tensor], given: Sequence[Tensor]) -> None:

@@ -9,16 +9,21 @@ from rank_pool import run_ranks
 
 MICRO_BATCHES = 4  # of a step, over all data-parallel groups
 FAMILY = "deepseek_v3"
+#: What makes sequences longer, in two settings: what one of them keeps for recomputation, the other one frees.
+TILED = dict(loss_tile=4, mlp_tile=5)
+CHUNKS, KEPT = TILED | dict(head_chunks=2), TILED | dict(recompute="keep_attention")
 
 
-def _start(stage, sp, optimizer="Adam", universal=False):
+def _start(stage, sp, optimizer="Adam", universal=False, settings=None):
     import torch
     from models import tiny_model
 
     import ds_mla_ulysses as dmu
 
     model = tiny_model(FAMILY, torch.float32)
-    handle = dmu.parallelize(model, sp_size=sp)
+    handle = dmu.parallelize(model, sp_size=sp, **(settings or {}))
+    if settings is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     parameters = {"lr": 1e-2, "torch_adam": True} if optimizer == "Adam" else {"lr": 0.1, "momentum": 0.9}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -55,9 +60,9 @@ def _whole(model):
     return values
 
 
-def train_save_train(folder, stage, sp, optimizer="Adam"):
+def train_save_train(folder, stage, sp, optimizer="Adam", settings=None):
     """Two steps, a checkpoint, one more step: parameters at the checkpoint and at the end."""
-    model, handle, engine = _start(stage, sp, optimizer)
+    model, handle, engine = _start(stage, sp, optimizer, settings=settings)
     for seed in range(2):
         _step(handle, engine, seed)
     engine.save_checkpoint(folder, tag="two", client_state={"step": 2})
@@ -69,9 +74,9 @@ def train_save_train(folder, stage, sp, optimizer="Adam"):
     return saved, end
 
 
-def load_train(folder, stage, sp, universal=False, optimizer="Adam"):
+def load_train(folder, stage, sp, universal=False, optimizer="Adam", settings=None):
     """The same step from the checkpoint: parameters after loading and at the end."""
-    model, handle, engine = _start(stage, sp, optimizer, universal)
+    model, handle, engine = _start(stage, sp, optimizer, universal, settings)
     path, state = engine.load_checkpoint(folder)
     assert path is not None and state["step"] == 2
     loaded = _whole(model)
@@ -109,17 +114,25 @@ def test_other_sp_on_the_same_ranks(tmp_path, size, before, after, stage, optimi
     assert_continues(results, saved, end)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_other_number_of_ranks(tmp_path, stage):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_with_everything_that_makes_sequences_longer(tmp_path, stage):
+    """Saved with it, continued with it in other settings, and without it."""
+    saved, end = run_ranks(2, train_save_train, str(tmp_path), stage, 2, settings=CHUNKS)[0]
+    for sp, settings in ((2, CHUNKS), (2, KEPT), (1, None)):
+        assert_continues(run_ranks(2, load_train, str(tmp_path), stage, sp, settings=settings), saved, end)
+
+
+@pytest.mark.parametrize("stage,settings", [(1, None), (2, None), (3, None), (2, KEPT), (3, CHUNKS)])
+def test_other_number_of_ranks(tmp_path, stage, settings):
     """By DeepSpeed's universal checkpoint: 4 ranks in groups of 2, then 2 ranks."""
-    saved, end = run_ranks(4, train_save_train, str(tmp_path), stage, 2)[0]
+    saved, end = run_ranks(4, train_save_train, str(tmp_path), stage, 2, settings=settings)[0]
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", str(tmp_path / "two"), "--output_folder", str(tmp_path / "two_universal")]
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     converted = subprocess.run([*command, *folders, *workers], capture_output=True, text=True, timeout=120)
     assert converted.returncode == 0, converted.stdout + converted.stderr
     for sp in (2, 1):
-        results = run_ranks(2, load_train, str(tmp_path), stage, sp, True)
+        results = run_ranks(2, load_train, str(tmp_path), stage, sp, True, settings=settings)
         assert_continues(results, saved, end)
 
 

@@ -1,7 +1,11 @@
 """What a checkpoint keeps of attention, in one process."""
 
+import gc
+import weakref
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import ds_mla_ulysses as dmu
@@ -146,8 +150,6 @@ def test_without_gradients_nothing_is_kept_and_all_runs(context_fn):
 
 def test_tensors_that_share_memory_with_arguments_are_not_kept():
     """Of the buffer of q, k and v nothing stays, although attention saves views of it."""
-    import weakref
-
     storage = []
 
     def watched(x):
@@ -161,3 +163,41 @@ def test_tensors_that_share_memory_with_arguments_are_not_kept():
     assert storage[0]() is None
     out.sum().backward()
     assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_everything_is_freed(backward):
+    """Also if no backward follows, and while the loss is still there."""
+    saved = []
+
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q):
+            out = q * 2
+            saved.append(weakref.ref(out.untyped_storage()))
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    def watched(x):
+        return attend_once(Saving.apply, x.sin()).sin().sum()
+
+    x = torch.randn(6, 4, requires_grad=True)
+    out = checkpoint(watched, x, use_reentrant=False, context_fn=dmu.keep_attention)
+    assert saved[0]() is not None
+    if backward:
+        out.backward()
+    else:
+        del out
+        gc.collect()  # torch's frame of a checkpoint refers to itself
+    assert saved[0]() is None and len(saved) == 1
+
+
+def test_fake_tensors():
+    """Memory is measured with them."""
+    with FakeTensorMode():
+        got, _ = step(dmu.keep_attention, Attention())
+    assert [tuple(x.shape) for x in got] == [(2, 6, 4), (4, 12), (2, 6, 4), (6,)]
