@@ -224,11 +224,12 @@ class TiledForward(NotCopied):
             )
 
     def results(self, tile: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the module returns for a tile; each tensor has the tile's tokens, maybe in one dimension."""
+        """What the module returns for a tile: tensors with the tile's tokens, which a router has in one dimension."""
         result = self.original(*tile)
         results: tuple[Any, ...] = result if self.kind == "router" and isinstance(result, tuple) else (result,)
-        leading = tile[0].shape[:-1]
-        if not all(isinstance(x, Tensor) and x.shape[:-1] in (leading, (leading.numel(),)) for x in results):
+        # Some routers take their softmax over dimension 1, so they are right for rows of tokens only.
+        leading = (tile[0].shape[:-1].numel(),) if self.kind == "router" else tile[0].shape[:-1]
+        if not all(isinstance(x, Tensor) and x.shape[:-1] == leading for x in results):
             raise UlyssesRuntimeError(
                 f"{type(self.module).__name__} does not return one vector for each of its tokens, so it cannot run in tiles: "
                 "parallelize (or install) without mlp_tile."
@@ -359,20 +360,21 @@ def _gradients(
         with torch.enable_grad():
             results = call.forward.results(leaves)
         wanted = [x for x in leaves if x.requires_grad] + list(call.trained)
-        found: Iterator[Tensor | None] = iter([None] * len(wanted))  # if no token of the tile has an expert
+        found: list[Tensor | None] = [None] * len(wanted)  # if no token of the tile has an expert
         used = [(x, g[here].view_as(x)) for x, g in zip(results, grad_rows, strict=True) if g is not None]
         used = [(x, g) for x, g in used if x.requires_grad]
         if used:
             outputs, given = zip(*used, strict=True)
-            found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+            found = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
             del outputs, given
         del results, used
+        found.reverse()  # each is taken from the end, so that none is held while the next tile runs
         for row in rows:
             if row is not None:
-                part = next(found)
+                part = found.pop()
                 row[here] = 0 if part is None else part.flatten(0, -2)
-        for i in range(len(sums)):  # no variable holds a gradient while the next tile runs
-            sums[i] = _plus(sums[i], next(found))
+        for i in range(len(sums)):
+            sums[i] = _plus(sums[i], found.pop())
     return made, [None if x is None else x.to(p.dtype) for x, p in zip(sums, call.trained, strict=True)]
 
 

@@ -85,7 +85,9 @@ def test_auxiliary_loss(family):
         out = model(**shard.inputs)
         (handle.loss(out.logits, shard) + out.aux_loss).backward()
         found.append((out.aux_loss.item(), gradients(model)))
-    kinds = Counter(vars(m)["forward"].kind for m in model.modules() if isinstance(vars(m).get("forward"), TiledForward))
+    kinds = Counter(
+        vars(m)["forward"].kind for m in model.modules() if isinstance(vars(m).get("forward"), TiledForward)
+    )
     assert kinds["router"] == kinds["experts"] > 0 and out.router_logits[0].shape[0] == 2 * 13
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-7)
     assert_gradients(found[1][1], found[0][1], GRADIENT)
