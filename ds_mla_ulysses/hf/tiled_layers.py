@@ -1,4 +1,4 @@
-"""Norms, MLPs and experts that run a tile of tokens at a time, so that what they make exists for one tile only.
+"""Norms, MLPs, routers and experts that run a tile of tokens at a time, so that what they make exists for one tile only.
 
 These modules compute each token by itself. Forward makes no graph. Backward runs each tile again, with one. A gradient of a
 weight is summed over the tiles in fp32 (or wider), rounded once, and reaches autograd once: ZeRO reduces a gradient when it
@@ -8,12 +8,14 @@ arrives.
 |-------------------------|---------------------------------------------------------------------------------------------|
 | a norm                  | its class is a norm of transformers or torch, with at most one vector of weights and a bias |
 | an MLP, shared experts  | a class of transformers with linear layers, activations, dropout and norms, and nothing else |
+| a router                | a class of top-k routers of transformers with one matrix, which draws no random numbers      |
 | routed experts          | a class of experts of transformers, which takes tokens, their experts and their weights      |
 
-Everything else is left as it is: routers, so that auxiliary losses see all tokens at once, layers that are quantised or have
-an adapter that torch's parametrization applies, and modules of other packages.
+A router holds its input in fp32, which is why it is here; its logits are whole, and hooks and auxiliary losses see all of
+them. Everything else is left as it is: layers that are quantised or have an adapter that torch's parametrization applies,
+and modules of other packages.
 
-Letters: N tokens · n tokens of a tile.
+Letters: N tokens · n tokens of a tile · D width.
 """
 
 from __future__ import annotations
@@ -71,26 +73,22 @@ def tiled_forwards(text_model: nn.Module, mlp_tile: int) -> list[tuple[nn.Module
         UnsupportedModelError: there is neither an MLP nor experts that can.
     """
     width = int(text_model.config.hidden_size)  # type: ignore[union-attr, arg-type]
-    found, norms = [], 0
-    for module, names, is_norm in _find(text_model):
-        norms += is_norm
-        found.append((module, TiledForward(module, names, mlp_tile * width, draws=not is_norm)))
-    if len(found) == norms:
+    found = list(_find(text_model))
+    if not any(kind in ("mlp", "experts") for *_, kind in found):
         raise UnsupportedModelError(
             f"mlp_tile={mlp_tile} needs MLPs or experts that compute each token by itself, but {type(text_model).__name__} "
             "has none that are known to: leave mlp_tile out."
         )
-    return found
+    return [(module, TiledForward(module, names, kind, mlp_tile * width)) for module, names, kind in found]
 
 
-def _find(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], bool]]:
-    """Modules inside of a module, the names of their tensors, and whether it is a norm. Not what is inside of those."""
+def _find(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], str]]:
+    """Modules inside of a module, the names of their tensors, and their kind. Not what is inside of those."""
     for child in module.children():
         names = _argument_names(child)
-        if _is_norm(child, names):
-            yield child, names, True
-        elif _is_mlp(child, names) or _is_experts(child, names):
-            yield child, names, False
+        kind = next((kind for kind, is_of_kind in _KINDS.items() if is_of_kind(child, names)), None)
+        if kind is not None:
+            yield child, names, kind
         elif not type(child).__module__.startswith("peft."):
             yield from _find(child)
 
@@ -107,9 +105,10 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _has_known_forward(module: nn.Module) -> bool:
-    """Whether a module has the forward of a class of transformers, or one that Liger has put in its place."""
+    """Whether a module has the forward of a class of transformers, or of one of Liger, which replaces classes and forwards."""
     forward = vars(module).get("forward")
-    return _is_of_transformers(module) and (forward is None or package_of(forward) == "liger_kernel")
+    is_known = _is_of_transformers(module) or package_of(type(module)) == "liger_kernel"
+    return is_known and (forward is None or package_of(forward) == "liger_kernel")
 
 
 def _is_norm(module: nn.Module, names: tuple[str, ...]) -> bool:
@@ -150,6 +149,22 @@ def _is_experts(module: nn.Module, names: tuple[str, ...]) -> bool:
     )
 
 
+def _is_router(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether a module returns logits, weights and experts of tokens. One with jitter would change its input in place."""
+    return (
+        names == ("hidden_states",)
+        and type(module).__name__.lower().endswith("topkrouter")
+        and _has_known_forward(module)
+        and sum(p.ndim == 2 for p in module.parameters()) == 1
+        and all(p.ndim <= 2 for p in module.parameters())
+        and all(_is_simple(child) for child in module.children())
+        and not any("jitter" in name for name in vars(module))
+    )
+
+
+_KINDS = {"norm": _is_norm, "mlp": _is_mlp, "experts": _is_experts, "router": _is_router}
+
+
 class TiledForward(NotCopied):
     """Takes the place of a module's forward.
 
@@ -159,36 +174,38 @@ class TiledForward(NotCopied):
     Args:
         module: whose forward computes each token by itself.
         names: of the forward's arguments, all of which have tokens in front of the last dimension.
+        kind: "norm", "mlp", "experts" or "router", which returns several tensors.
         elements: of the first argument in a tile, at most, unless a single token has more.
-        draws: whether it may draw random numbers, which backward is then to draw again.
     """
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...], elements: int, draws: bool = True) -> None:
-        self.module, self.names, self.elements, self.draws = module, names, elements, draws
+    def __init__(self, module: nn.Module, names: tuple[str, ...], kind: str, elements: int) -> None:
+        self.module, self.names, self.kind, self.elements = module, names, kind, elements
         self.original, self._signature = module.forward, inspect.signature(module.forward)
 
     @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = by_name(self._signature, args, kwargs)
         inputs = [given.pop(name, None) for name in self.names]
         self._check(inputs, given)
         parameters = list(self.module.parameters())
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *parameters)):
             with gathered(parameters), self.unhooked():
-                return _in_tiles(self, inputs)
-        return self._recorded(inputs, parameters)
+                results = _in_tiles(self, inputs)
+        else:
+            results = self._recorded(inputs, parameters)
+        return results if self.kind == "router" else results[0]
 
-    def _recorded(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    def _recorded(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
         trained = [p for p in parameters if p.requires_grad]
         node = None
         if any(x.requires_grad for x in inputs):
             inputs = list(_Saved.apply(*inputs))
             node = next(x.grad_fn for x in inputs if x.grad_fn is not None)
-        random = _random_state(inputs) if self.draws else None
+        random = _random_state(inputs) if self.kind != "norm" else None
         call = _Call(self, parameters, trained, len(inputs), node, _autocast(inputs[0]), random)
         with gathered(parameters):
-            result: Tensor = _Tiles.apply(call, *inputs, *trained)
-        return result
+            results: tuple[Tensor, ...] = _Tiles.apply(call, *inputs, *trained)
+        return results
 
     def _check(self, inputs: list[Any], others: dict[str, Any]) -> None:
         kind = type(self.module).__name__
@@ -205,6 +222,19 @@ class TiledForward(NotCopied):
                 f"{kind} runs in tiles of tokens (mlp_tile), but hooks inside of it would see one tile at a time, and "
                 "adapters that parametrize its weights would not be trained: parallelize (or install) without mlp_tile."
             )
+
+    def results(self, tile: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the module returns for a tile: tensors with the tile's tokens, which a router has in one dimension."""
+        result = self.original(*tile)
+        results: tuple[Any, ...] = result if self.kind == "router" and isinstance(result, tuple) else (result,)
+        # Some routers take their softmax over dimension 1, so they are right for rows of tokens only.
+        leading = (tile[0].shape[:-1].numel(),) if self.kind == "router" else tile[0].shape[:-1]
+        if not all(isinstance(x, Tensor) and x.shape[:-1] == leading for x in results):
+            raise UlyssesRuntimeError(
+                f"{type(self.module).__name__} does not return one vector for each of its tokens, so it cannot run in tiles: "
+                "parallelize (or install) without mlp_tile."
+            )
+        return results
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
@@ -263,10 +293,11 @@ class _Saved(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """Forward: the module's result, tile by tile. Backward: each tile again, with its gradients."""
+    """Forward: the module's results, tile by tile. Backward: each tile again, with its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.call, inputs = call, tensors[: call.inputs]
         if call.saved is None:
             ctx.save_for_backward(*inputs)
@@ -275,7 +306,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         inputs: tuple[Tensor, ...] = (ctx if call.saved is None else call.saved).saved_tensors
         takes = list(ctx.needs_input_grad[1 : 1 + call.inputs])
@@ -284,44 +315,38 @@ class _Tiles(torch.autograd.Function):
             stack.enter_context(torch.autocast(**call.autocast))
             if call.random is not None:
                 stack.enter_context(call.random())
-            of_inputs, of_parameters = _gradients(call, inputs, takes, grad)
+            of_inputs, of_parameters = _gradients(call, inputs, takes, grads)
             stay += [p for p, g in zip(call.trained, of_parameters, strict=True) if g is not None]
         return (None, *of_inputs, *of_parameters)
 
 
-def _in_tiles(forward: TiledForward, inputs: Sequence[Tensor]) -> Tensor:
-    """The module's result [..., D], without a graph."""
-    out: Any = None
+def _in_tiles(forward: TiledForward, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The module's results, without a graph."""
+    whole: list[Tensor] = []
     leading = inputs[0].shape[:-1]
+    shapes: list[tuple[int, ...]] = []
     for here, tile in forward.tiles([x.detach() for x in inputs]):
         with torch.no_grad():
-            part = forward.original(*tile)
-        _check_part(forward, part, tile[0])
-        if out is None:
-            if len(part.flatten(0, -2)) == leading.numel():
-                return part.reshape(*leading, part.shape[-1])
-            out = part.new_empty(leading.numel(), part.shape[-1])
-        out[here] = part.flatten(0, -2)
-    result: Tensor = out.view(*leading, out.shape[-1])
-    return result
-
-
-def _check_part(forward: TiledForward, part: Any, tile: Tensor) -> None:
-    if not isinstance(part, Tensor) or part.shape[:-1] != tile.shape[:-1]:
-        raise UlyssesRuntimeError(
-            f"{type(forward.module).__name__} does not return one tensor with its tokens, so it cannot run in tiles: "
-            "parallelize (or install) without mlp_tile."
-        )
+            parts = forward.results(tile)
+        if not whole:
+            shapes = [(*(leading if x.ndim == tile[0].ndim else (leading.numel(),)), x.shape[-1]) for x in parts]
+            if len(parts[0].flatten(0, -2)) == leading.numel():
+                whole = list(parts)
+                break
+            whole = [x.new_empty(leading.numel(), x.shape[-1]) for x in parts]
+        for out, part in zip(whole, parts, strict=True):
+            out[here] = part.flatten(0, -2)
+    return tuple(x.reshape(shape) for x, shape in zip(whole, shapes, strict=True))
 
 
 def _gradients(
-    call: _Call, inputs: Sequence[Tensor], takes: Sequence[bool], grad: Tensor
+    call: _Call, inputs: Sequence[Tensor], takes: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """The gradients of the inputs and of the trained parameters.
 
     Args:
         takes: which inputs take a gradient.
-        grad: of the result.
+        grads: of the results.
     """
     made = [
         torch.empty_like(x, memory_format=torch.contiguous_format) if t else None
@@ -329,22 +354,27 @@ def _gradients(
     ]
     rows = [None if x is None else x.view(-1, x.shape[-1]) for x in made]
     sums: list[Tensor | None] = [None] * len(call.trained)
-    grad_rows = grad.reshape(-1, grad.shape[-1])
+    grad_rows = [None if x is None else x.reshape(-1, x.shape[-1]) for x in grads]
     for here, tile in call.forward.tiles(inputs):
         leaves = [x.detach().requires_grad_(t) for x, t in zip(tile, takes, strict=True)]
         with torch.enable_grad():
-            out = call.forward.original(*leaves)
+            results = call.forward.results(leaves)
         wanted = [x for x in leaves if x.requires_grad] + list(call.trained)
         found: list[Tensor | None] = [None] * len(wanted)  # if no token of the tile has an expert
-        if out.requires_grad:
-            found = list(torch.autograd.grad(out, wanted, grad_rows[here].view_as(out), allow_unused=True))
-        del out
+        used = [(x, g[here].view_as(x)) for x, g in zip(results, grad_rows, strict=True) if g is not None]
+        used = [(x, g) for x, g in used if x.requires_grad]
+        if used:
+            outputs, given = zip(*used, strict=True)
+            found = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+            del outputs, given
+        del results, used
+        found.reverse()  # each is taken from the end, so that none is held while the next tile runs
         for row in rows:
             if row is not None:
-                part = found.pop(0)
+                part = found.pop()
                 row[here] = 0 if part is None else part.flatten(0, -2)
-        for i in range(len(sums)):  # no variable holds a gradient while the next tile runs
-            sums[i] = _plus(sums[i], found.pop(0))
+        for i in range(len(sums)):
+            sums[i] = _plus(sums[i], found.pop())
     return made, [None if x is None else x.to(p.dtype) for x, p in zip(sums, call.trained, strict=True)]
 
 

@@ -1,11 +1,14 @@
 """Tiles of norms, MLPs and experts in DeepSpeed engines: updates equal those of one process, and weights stay sharded."""
 
 import itertools
+from unittest import mock
 
 import pytest
+import torch
 from models import random_batch, token_loss
 from rank_pool import run_ranks
 from test_initialize import LR, full_parameters
+from transformers import PreTrainedModel
 from updates import WAYS, build, compare_update, zero_config
 
 MODELS = ("llama", "gemma2", "deepseek_v2", "deepseek_v3")
@@ -31,6 +34,26 @@ def test_every_model_at_every_stage(name, way, stage):
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_recomputation(name, stage):
     run_ranks(2, compare_update, name, "uneven", stage, loss_tile=None, mlp_tile=5, checkpointing=True)
+
+
+def with_inputs_on_the_host(name, stage, **settings):
+    """Without a GPU, transformers' offload has no memory to pin, so that copies take the place of its moves."""
+    moved = []
+
+    def save_on_cpu(pin_memory, device_type):
+        assert pin_memory
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: moved.append(x.shape) or x.clone(), torch.clone)
+
+    with mock.patch("transformers.modeling_utils.save_on_cpu", save_on_cpu):
+        compare_update(name, "uneven", stage, mlp_tile=5, checkpointing="offload", **settings)
+    # Two layers, two micro-batches and two steps. Nothing but the input [B, T, D] of a layer is that large.
+    assert sum(len(shape) == 3 and shape[-1] == 48 for shape in moved) == 2 * 2 * 2, moved
+
+
+@pytest.mark.parametrize("stage", range(4) if hasattr(PreTrainedModel, "activation_checkpointing_enable") else [])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_layer_inputs_on_the_host(name, stage):
+    run_ranks(2, with_inputs_on_the_host, name, stage)
 
 
 def groups_of_other_lengths(stage):

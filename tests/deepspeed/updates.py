@@ -80,6 +80,7 @@ def compare_update(name, way, stage, *, loss_tile=4, smoothing=0.0, checkpointin
     """Tiles of 4 of a rank's 22 tokens, two micro-batches with different numbers of labels.
 
     Args:
+        checkpointing: whether layers are recomputed; with "offload" their inputs are kept on the host.
         settings: further arguments of `parallelize`.
     """
     import ds_mla_ulysses as dmu
@@ -89,7 +90,8 @@ def compare_update(name, way, stage, *, loss_tile=4, smoothing=0.0, checkpointin
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     handle = dmu.parallelize(model, loss_tile=loss_tile, **settings)
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        more = dict(offload=True) if checkpointing == "offload" else {}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False), **more)
     engine, *_ = dmu.initialize(model=model, config=zero_config(stage), handle=handle)
     losses = []
     for step in range(steps):

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -73,6 +74,25 @@ def test_recomputation(family, reentrant):
     run_ranks(2, compare, family, "plain", 4, reentrant)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_auxiliary_loss(family):
+    """Routers return the logits of all tokens, and the auxiliary loss of these has the same gradients."""
+    found = []
+    for mlp_tile in (None, 4):
+        model = model_of(family, output_router_logits=True)
+        handle = dmu.parallelize(model, mlp_tile=mlp_tile)
+        shard = handle.shard(random_batch(2, 13))
+        out = model(**shard.inputs)
+        (handle.loss(out.logits, shard) + out.aux_loss).backward()
+        found.append((out.aux_loss.item(), gradients(model)))
+    kinds = Counter(
+        vars(m)["forward"].kind for m in model.modules() if isinstance(vars(m).get("forward"), TiledForward)
+    )
+    assert kinds["router"] == kinds["experts"] > 0 and out.router_logits[0].shape[0] == 2 * 13
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-7)
+    assert_gradients(found[1][1], found[0][1], GRADIENT)
+
+
 def tiled(family="llama", mlp_tile=4, **settings):
     model = model_of(family, **settings)
     return model, dmu.parallelize(model, mlp_tile=mlp_tile)
@@ -86,8 +106,9 @@ def step(model, handle, batch):
 def test_what_runs_in_tiles():
     model, _ = tiled("deepseek_v3")
     found = Counter(type(m).__name__ for m in model.modules() if isinstance(vars(m).get("forward"), TiledForward))
-    # Two layers with four norms, of which two are of latents, and the last norm; a dense MLP, and a shared expert.
-    assert found == {"DeepseekV3RMSNorm": 9, "DeepseekV3MLP": 2, "DeepseekV3Experts": 1}
+    # Two layers with four norms, of which two are of latents, and the last norm; a dense MLP, and a shared expert;
+    # a router and experts.
+    assert found == {"DeepseekV3RMSNorm": 9, "DeepseekV3MLP": 2, "DeepseekV3TopkRouter": 1, "DeepseekV3Experts": 1}
 
 
 def test_restore():
@@ -99,8 +120,9 @@ def test_restore():
 
 
 def test_plain_forwards_and_generation():
-    plain = model_of("deepseek_v3").eval()
-    model, handle = tiled("deepseek_v3")
+    """A family whose router computes in the model's dtype; fp32 would round differently in tiles."""
+    plain = model_of("qwen2_moe").eval()
+    model, handle = tiled("qwen2_moe")
     ids = random_batch(2, 9)["input_ids"]
     with torch.no_grad():
         want = plain(input_ids=ids).logits
@@ -116,7 +138,7 @@ def test_plain_forwards_and_generation():
 def test_frozen_weights_and_inputs():
     """A model whose lower half is frozen: the inputs of its first tiles need no gradient."""
     batch = random_batch(2, 13)
-    plain = model_of("deepseek_v3")
+    plain = model_of("qwen2_moe")
     model = copy.deepcopy(plain)
     for m in (plain, model):
         for name, p in m.named_parameters():
@@ -197,7 +219,7 @@ def mlp_of(kind, dtype=torch.float64, experts="eager", **settings):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, num_key_value_heads=2, head_dim=8, **sizes, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=experts).train()
-    return next((m, forward) for m, forward in tiled_forwards(model.model, 3) if "Norm" not in type(m).__name__)
+    return next((m, forward) for m, forward in tiled_forwards(model.model, 3) if forward.kind in ("mlp", "experts"))
 
 
 @pytest.mark.parametrize("kind", ["seed_oss", "starcoder2"])
@@ -309,9 +331,14 @@ def test_compiled_layers():
 def test_forwards_of_other_packages():
     """Liger puts forwards on instances. Its norms hold little, so they stay; its MLPs run in tiles; others are unknown."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from transformers.models.llama import modeling_llama
 
     model = model_of("llama")
-    _apply_liger_kernel_to_instance(model)
+    with mock.patch.dict(vars(modeling_llama)):  # it replaces classes there too
+        _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, rope=False)
+        of_class = model_of("llama")
+    found = {type(m).__name__ for m, _ in tiled_forwards(of_class.model, 4)}
+    assert found == {"LigerSwiGLUMLP"}
     ligers = {name: vars(m)["forward"] for name, m in model.named_modules() if "forward" in vars(m)}
     first, second = (layer.mlp for layer in model.model.layers)
     second.forward = lambda x: second.down_proj(x.roll(1, dims=1))
