@@ -315,7 +315,7 @@ def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, set
             )
             of_tile -= FP32 * D
         else:
-            weights, name, beside = model.mlp_parameters, "MLP", 0
+            weights, name, beside = model.mlp_parameters, "MLP", 0.0
             of_tile = 6 * BF16 * model.intermediate + BF16 * D
         beside += after + 3 * BF16 * D
         return [
