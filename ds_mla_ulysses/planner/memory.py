@@ -307,17 +307,12 @@ def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, set
     if tiled:
         if has_experts:
             assert model.experts is not None
-            weights = 3 * model.experts.count * model.experts.width * D
-            name, beside, of_tile = (
-                "experts",
-                FP32 * D + BF16 * D,
-                _experts(model) + BF16 * (model.experts.per_token + 1) * D,
-            )
-            of_tile -= FP32 * D
+            e, name, router = model.experts, "experts", FP32 * D
+            weights, of_tile = 3 * e.count * e.width * D, _experts(model) - router + BF16 * (e.per_token + 1) * D
+            beside = after + router + 4 * BF16 * D
         else:
-            weights, name, beside = model.mlp_parameters, "MLP", 0.0
+            weights, name, beside = model.mlp_parameters, "MLP", after + 3 * BF16 * D
             of_tile = 6 * BF16 * model.intermediate + BF16 * D
-        beside += after + 3 * BF16 * D
         return [
             *phases,
             Phase(f"{name} in tiles", beside, FP32 * weights, of_tile, MLP_TILE),
