@@ -307,9 +307,8 @@ def layer_phases(model: Model, has_experts: bool, strategy: str, ranks: int, set
     if tiled:
         if has_experts:
             assert model.experts is not None
-            weights = 3 * model.experts.count * model.experts.width * D
-            name, beside = "experts", after + (FP32 + 4 * BF16) * D
-            of_tile = _experts(model) + (BF16 * (model.experts.per_token + 1) - FP32) * D
+            e, name, beside = model.experts, "experts", after + 4 * BF16 * D
+            weights, of_tile = 3 * e.count * e.width * D, _experts(model) - FP32 * D + BF16 * (e.per_token + 1) * D
         else:
             weights, name, beside = model.mlp_parameters, "MLP", after + 3 * BF16 * D
             of_tile = 6 * BF16 * model.intermediate + BF16 * D

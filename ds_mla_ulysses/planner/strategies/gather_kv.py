@@ -82,7 +82,9 @@ class GatherKV(Strategy):
                 arrived + queries + output + attended + of_kernel + sums + queries * (c - 1) / c,
                 0.0,
             )
-        if head_chunks > 1:  # the chunks' queries exist once more, with their output, its gradient and their own
+        if head_chunks > 1 and isinstance(
+            widths, HeadWidths
+        ):  # the chunks' queries exist once more, with their output, its gradient and their own
             of_chunk = (2 * queries + 2 * queries + 2 * output) / head_chunks
             saved = whole + queries + output
             attending = saved + output + of_chunk + whole / min(head_chunks, self.kv_heads(widths, ranks))

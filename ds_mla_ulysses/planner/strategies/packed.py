@@ -89,8 +89,7 @@ class Packed(Strategy):
                 exchanged=BF16 * of_token,
                 expanded=0,
             )
-        if head_chunks > 1:
-            assert isinstance(widths, HeadWidths)
+        if head_chunks > 1 and isinstance(widths, HeadWidths):
             return _held_in_dense_chunks(
                 widths, ranks, head_chunks, BF16 * arrived, BF16 * ranks * kv_heads * of_kv_head
             )
