@@ -300,7 +300,10 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
         def plan(component: Component) -> Line:
             local = [n // args.ranks for n in lengths]
-            return line(local, [component.largest(n).at(n) for n in local])
+            # The planner counts what is kept of attention for all layers together, but a layer that is counted alone has it.
+            has_kept = setting.keeps_attention and component.name in kinds
+            kept = planned.kept_by_layer if has_kept else 0
+            return line(local, [component.largest(n).at(n) + kept * n for n in local])
 
         plans = {component.name: plan(component) for component in planned.components}
         found = {component: count([kind], "peak", on_gpu) for component, kind in kinds.items()}
