@@ -298,11 +298,13 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             peaks = [measure(name, kinds, setting, n, has_head=has_head, strategy=args.strategy) for n in lengths]
             return line([peak.tokens for peak in peaks], [getattr(peak, of) for peak in peaks])
 
-        def plan(component: Component) -> Line:
+        def plan(component: Component, kept: float) -> Line:
             local = [n // args.ranks for n in lengths]
-            return line(local, [component.largest(n).at(n) for n in local])
+            return line(local, [component.largest(n).at(n) + kept * n for n in local])
 
-        plans = {component.name: plan(component) for component in planned.components}
+        # The planner counts what is kept of attention for all layers together, but a layer that is counted alone has it.
+        kept = planned.kept_by_layer if setting.keeps_attention else 0.0
+        plans = {c.name: plan(c, kept if c.name in kinds else 0.0) for c in planned.components}
         found = {component: count([kind], "peak", on_gpu) for component, kind in kinds.items()}
         found["head and loss"] = count([], "peak", on_gpu, has_head=True)
         one, three = (count([*kinds.values()][-1:] * n, "kept", setting)[0] for n in (1, 3))
