@@ -29,7 +29,14 @@ WITHOUT = (
     "dory",
     "electra",
     "ernie",
-) + ("jetmoe", "opt", "roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl")
+    "jetmoe",
+    "opt",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+)
 EQUAL = tuple(name for name, row in RESULT["models"].items() if row["verdict"] == "equal")
 
 
