@@ -74,8 +74,8 @@ def parallelize(
             is a number of local tokens; None makes the logits whole, as the plain model does. Unless it is None, a
             sequence-parallel forward that records gradients returns logits that are made when they are used, by
             `handle.loss` (and the Trainer) a tile at a time, and by anything else whole.
-        mlp_tile: how many tokens norms, MLPs and experts compute at a time, again in backward; None for all local tokens.
-            Most memory of a long sequence is theirs. A tile of a few thousand tokens takes about as much time.
+        mlp_tile: how many tokens norms, MLPs, routers and experts compute at a time, again in backward; None for all local
+            tokens. Most memory of a long sequence is theirs. A tile of a few thousand tokens takes about as much time.
         recompute: what gradient checkpointing keeps of attention. It needs checkpointing that is not reentrant, and has no
             effect without checkpointing.
             None: nothing; a layer's recomputation repeats attention and its forward exchanges.

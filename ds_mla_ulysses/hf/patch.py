@@ -10,7 +10,7 @@
 | the modules around it       | forward pre-hooks, which take away what they would make masks or caches of; forward    |
 |                             | hooks, which make `aux_loss` of the outputs that of the group; `loss_function`, which  |
 |                             | refuses labels that would be shifted within a shard                                    |
-| norms, MLPs, experts         | `forward`, which runs in tiles, see `tiled_layers.py`                                   |
+| norms, MLPs, routers, experts | `forward`, which runs in tiles, see `tiled_layers.py`                                   |
 | the given model's head      | `_call_impl`, which returns logits that are not made yet, see `lazy_logits.py`          |
 | its checkpointed layers     | with `recompute`, during a forward: `_gradient_checkpointing_func`, see `recompute.py`  |
 

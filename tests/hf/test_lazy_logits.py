@@ -230,6 +230,20 @@ def test_hooks_may_multiply():
     assert_gradients({n: 2 * g for n, g in gradients(model).items()}, want, 1e-11)
 
 
+def test_hooks_of_the_weight():
+    """A hook that scales the gradient of the head runs once, whatever the tile."""
+    batch, found = random_batch(2, 13), []
+    for loss_tile in (None, 4):
+        _, model, handle = pair(loss_tile=loss_tile)
+        seen = []
+        model.lm_head.weight.register_hook(lambda g, seen=seen: seen.append(g) or g / 2)
+        shard = handle.shard(batch)
+        handle.loss(model(**shard.inputs).logits, shard).backward()
+        assert len(seen) == 1
+        found.append(gradients(model))
+    assert_gradients(found[1], found[0], 1e-11)
+
+
 def test_where_it_defers():
     """Only with a layout and gradients; the head's hooks are called, and nothing of the head is replaced but its call."""
     batch = random_batch(2, 13)

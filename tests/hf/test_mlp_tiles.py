@@ -111,6 +111,13 @@ def test_what_runs_in_tiles():
     assert found == {"DeepseekV3RMSNorm": 9, "DeepseekV3MLP": 2, "DeepseekV3TopkRouter": 1, "DeepseekV3Experts": 1}
 
 
+def test_a_router_with_jitter_stays():
+    """It multiplies its input in place, which the experts then take."""
+    model, _ = tiled("phimoe")
+    routers = [m for m in model.modules() if type(m).__name__ == "PhimoeTopKRouter"]
+    assert routers and not any("forward" in vars(m) for m in routers)
+
+
 def test_restore():
     model, handle = tiled("deepseek_v3")
     before = {name: set(vars(m)) for name, m in model_of("deepseek_v3").named_modules()}
@@ -369,6 +376,20 @@ def test_autocast():
     exact = reference_step(model_of("qwen3", dtype=torch.float32), batch)[1]
     errors = [max(float((got[n] - g).norm() / g.norm()) for n, g in exact.items() if g.norm() > 1e-3) for got in grads]
     assert 0.3 < errors[1] / errors[0] < 2, errors
+
+
+def test_backward_runs_in_the_autocast_of_the_forward():
+    """One tile multiplies the same bf16 matrices as the plain module, although backward is outside of autocast."""
+    mlp, forward = mlp_of("llama", torch.float32)
+    forward.elements = 1000
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    found = []
+    for call in (mlp, forward):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(x.clone())  # autocast caches what it makes of a leaf, and then adds gradients in bf16
+        found.append((out, *torch.autograd.grad(out.sum(), [x, *mlp.parameters()])))
+    for plain, got in zip(*found, strict=True):
+        assert got.dtype == plain.dtype and torch.equal(got, plain)
 
 
 def test_gradients_of_weights_are_summed_in_fp32():
