@@ -28,7 +28,8 @@ class StoredBytes(TorchDispatchMode):
     torch tensor are not counted.
 
     Args:
-        given: tensors whose storages are not counted. They are kept, so that their addresses are not used again.
+        given: tensors whose storages are not counted. They are kept, so that their addresses are not used again. Storages
+            that an operator is given, and that no operator has made, are not counted either.
         opens: namespaces of operators written in Python, which run as their Python code under the mode, so that the
             buffers inside count too. With fake tensors, an operator is otherwise only its results.
         explains: whether to remember what made the storages that are alive at the peak, for `at_peak`.
@@ -52,6 +53,9 @@ class StoredBytes(TorchDispatchMode):
     ) -> Any:
         if str(function) == _WAIT and isinstance(args[0], FakeTensor):
             return args[0]  # as it does; its fake would be another tensor
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and x.layout == torch.strided and x.device.type != "meta":
+                self._ignore(x)
         body = self._body_of(function)
         if body is None:
             out = function(*args, **(kwargs or {}))
@@ -71,6 +75,13 @@ class StoredBytes(TorchDispatchMode):
 
         definition = OPDEFS.get(function.name())
         return None if definition is None else definition._init_fn
+
+    def _ignore(self, x: Tensor) -> None:
+        """Leaves out a storage that existed before, of which an operator may return a view."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._alive:
+            self._alive[storage._cdata] = 0, ("given", tuple(x.shape), str(x.dtype))
+            weakref.finalize(storage, self._drop, storage._cdata)
 
     def _count(self, x: Tensor, operator: str) -> None:
         storage = x.untyped_storage()
@@ -95,3 +106,32 @@ class StoredBytes(TorchDispatchMode):
         for size, origin in self._at_peak.values():
             found[origin] += size
         return [(size, origin) for origin, size in found.most_common() if size]
+
+
+class PeakBytes:
+    """Measures the most bytes that a block holds, beside those from before it: `with peak: ...`, then `peak.bytes`.
+
+    On a GPU it is what torch has allocated. Without a GPU it counts the tensors that the block makes, which takes time.
+
+    Attributes:
+        bytes: of the last block; 0 before the first one has ended.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __enter__(self) -> PeakBytes:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            self._counted = StoredBytes()
+            self._counted.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if torch.cuda.is_available():
+            self.bytes = torch.cuda.max_memory_allocated() - self._before
+        else:
+            self._counted.__exit__(*error)
+            self.bytes = self._counted.peak

@@ -34,7 +34,7 @@ from .work import Work
 
 GB = 1e9
 #: DeepSpeed's reduce_bucket_size and stage3_prefetch_bucket_size in configs/zero3_long.json, in elements. A bucket of
-#: gradients is held twice, as sent and as reduced.
+#: gradients is held twice, as sent and as reduced. No bucket is larger than the model.
 _BUCKET, _PREFETCHED = 50_000_000, 50_000_000
 #: Tokens of a tile of norms, MLPs and experts (`mlp_tile`) in the ladder.
 MLP_TILE = 8192
@@ -239,7 +239,8 @@ def step_memory(model: Model, strategy: str, machines: Machines, setting: Settin
         raise UlyssesValueError("ZeRO 0 cannot keep the optimizer on the host: choose a stage from 1 to 3.")
     P, stage, moved = model.parameters, machines.stage, setting.offloads_optimizer
     share = P / machines.gpus
-    fixed = BF16 * (P if stage < 3 else share) + 2 * BF16 * _BUCKET
+    bucket, prefetched = min(_BUCKET, P), min(_PREFETCHED, P)
+    fixed = BF16 * (P if stage < 3 else share) + 2 * BF16 * bucket
     fixed += BF16 * P if stage < 2 else 0 if moved else BF16 * share
     fixed += 0 if moved else _OPTIMIZER * (P if stage < 1 else share)
 
@@ -250,7 +251,7 @@ def step_memory(model: Model, strategy: str, machines: Machines, setting: Settin
     ):
         if layers:
             of_layer = BF16 * (model.attention_parameters + of_mlp)
-            whole = of_layer + BF16 * _PREFETCHED if stage == 3 else 0
+            whole = of_layer + BF16 * prefetched if stage == 3 else 0
             phases = layer_phases(model, has_experts, strategy, machines.ranks, setting)
             # In tiles, the gradients of the weights are part of the phases.
             gradients = [0 if stage < 2 else of_layer - (BF16 * of_mlp if p.tile else 0) for p in phases]
