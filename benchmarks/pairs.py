@@ -157,7 +157,9 @@ def save_bars(path: str, title: str, unit: str, bars: dict[str, dict[str, float]
             if label in group
         ]
         drawn = axes.barh([y for y, _ in places], [value for _, value in places], height=0.9 * height, label=label)
-        axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=8)
+        axes.bar_label(
+            drawn, fmt=lambda value: f"{value:,.0f}" if value >= 1000 else f"{value:.3g}", padding=3, fontsize=8
+        )
     axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()
     axes.margins(x=0.12)

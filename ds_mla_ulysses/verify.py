@@ -10,7 +10,8 @@ if __name__ == "__main__":
 measured, and `--verify` compares with one process. For that, rank 0 starts the script once more as a new process without
 the launcher's environment. In the new process, `parallelize`, `initialize` and `install` are replaced by stand-ins: the
 model is the unpatched one, the optimizer is torch's, and a Trainer is the plain Trainer. The script's own `main` runs, on
-the same data. Losses, gradient norms and trained parameters have to agree.
+the same data. Losses, gradient norms and trained parameters have to agree. Options that `main` appends to `sys.argv` reach the new
+process too: use them for values that depend on the number of processes.
 
 Both runs train with SGD, in fp32 and without clipping. Adam would hide a gradient of the wrong scale, and so would
 clipping. The script needs the option `--steps`, which is 5 with `--verify` unless given, has to load its model with
@@ -115,7 +116,7 @@ def run(main: Callable[[], object]) -> None:
     observed.read_trainer()
     result: dict[str, Any] = dict(observed.curves)
     if options.verify:
-        result |= _compare(observed, meter, given)
+        result |= _compare(observed, meter, sys.argv[1:])
     if not dist.is_initialized() or dist.get_rank() == 0:
         if options.json:
             options.json.write_text(json.dumps(result))
@@ -264,6 +265,8 @@ def _make_comparable(training: Any) -> None:
     """TrainingArguments with SGD, in fp32, without clipping and checkpoints, and with the samples in order."""
     training.optim, training.learning_rate, training.lr_scheduler_type = "sgd", LEARNING_RATE, "constant"
     training.bf16, training.max_grad_norm = False, 1e9  # 0 would switch the norm off too
+    if isinstance(training.deepspeed, dict):
+        training.deepspeed.pop("optimizer", None)  # it would take the place of SGD
     training.train_sampling_strategy, training.save_strategy = "sequential", "no"
     training.logging_steps, training.logging_strategy, training.disable_tqdm = 1, "steps", True
 

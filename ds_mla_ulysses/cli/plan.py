@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 from ..comm.group import SPLITS
@@ -16,6 +15,8 @@ from ..planner.cost import Estimate, choose, estimate, estimates, other_splits, 
 from ..planner.models import PRESETS
 from ..planner.strategies import STRATEGIES, names_with_split
 from ..planner.work import Machine, Work
+from . import plan_memory as memory
+from .output import figure_file, table
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -24,8 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `plan` to `parser`."""
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(PRESETS)}, a config.json, or a folder with one")
-    add("--sp", type=whole_number, required=True, metavar="RANKS", help="number of ranks that share each sequence")
-    add("--tokens", type=whole_number, required=True, help="tokens of all sequences of a micro-batch together")
+    add("--gpus", type=whole_number, metavar="N", help="number of ranks of the job (default: --sp)")
+    add("--sp", type=whole_number, metavar="RANKS", help="number of ranks that share each sequence (default: --gpus)")
+    add(
+        "--tokens",
+        type=whole_number,
+        help="tokens of all sequences of a micro-batch together; with --memory it may be left out",
+    )
     add("--sequence", type=whole_number, help="tokens of one sequence (default: all tokens are one sequence)")
     add("--dtype", choices=_BYTES, default="bf16")
     of_splits = "; ".join(f"{split}: {', '.join(names_with_split(split))}" for split in SPLITS)
@@ -46,8 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plot",
         metavar="FILE.png",
-        help="also plot the elements sent per token against the number of ranks (needs matplotlib)",
+        help="also plot the elements sent per token against the number of ranks, or with --memory the settings (needs "
+        "matplotlib)",
     )
+    memory.add_arguments(parser, number, whole_number)
 
 
 def number(text: str) -> float:
@@ -67,7 +75,7 @@ def whole_number(text: str) -> int:
 
 
 def plan(args: argparse.Namespace) -> str:
-    """Estimates one attention layer, forward and backward, under every strategy, on the rank with the most work.
+    """Estimates one attention layer under every strategy or, with `--memory`, the longest sequence that fits.
 
     Args:
         args: the parsed arguments of `add_arguments`.
@@ -77,18 +85,34 @@ def plan(args: argparse.Namespace) -> str:
     Raises:
         ValueError, OSError: an argument is invalid, or a file cannot be read or written.
     """
+    gpus, ranks = args.gpus or args.sp, args.sp or args.gpus
+    if gpus is None or ranks is None:
+        raise UlyssesValueError(
+            "give --gpus, the number of ranks of the job, or --sp, how many of them share a sequence."
+        )
+    if gpus % ranks:
+        raise UlyssesValueError(f"--gpus {gpus} must be a multiple of --sp {ranks}.")
+    if args.memory is not None:
+        return memory.plan_memory(args, gpus, ranks)
+    if args.tokens is None:
+        raise UlyssesValueError("give --tokens, or --memory for the longest sequence that fits.")
+    return _plan_strategies(args, ranks)
+
+
+def _plan_strategies(args: argparse.Namespace, ranks: int) -> str:
+    """Estimates one attention layer, forward and backward, under every strategy, on the rank with the most work."""
     widths = find_widths(args.model)
-    chunks = args.sp * (2 if args.split == "head_tail" and args.sp > 1 else 1)
+    chunks = ranks * (2 if args.split == "head_tail" and ranks > 1 else 1)
     if args.tokens % chunks:
-        of = f"{chunks}, twice --sp {args.sp}" if chunks > args.sp else f"--sp {args.sp}"
+        of = f"{chunks}, twice --sp {ranks}" if chunks > ranks else f"--sp {ranks}"
         raise UlyssesValueError(f"--tokens {args.tokens} must be a multiple of {of}: shard_batch pads to one.")
-    work = Work(widths, args.sp, args.tokens, args.sequence, _BYTES[args.dtype], args.split)
+    work = Work(widths, ranks, args.tokens, args.sequence, _BYTES[args.dtype], args.split)
     machine = Machine(args.link_gbps, args.tflops)
     found = estimates(work, machine)
     best, why = choose(found)
     why += other_splits(work, machine, best)
     if args.plot:
-        _plot(args.plot, args.model, widths, args.sp)
+        _plot(args.plot, args.model, widths, ranks)
     if args.json:
         rows = [
             dataclasses.asdict(e) | {"ms": e.ms}
@@ -98,10 +122,10 @@ def plan(args: argparse.Namespace) -> str:
         ]
         return json.dumps({"rows": rows, "auto": best.strategy, "why": why, "widths": dataclasses.asdict(widths)})
     lines = [
-        f"{args.model}: one layer, forward and backward, {args.tokens} tokens on {args.sp} ranks, {args.dtype}, "
+        f"{args.model}: one layer, forward and backward, {args.tokens} tokens on {ranks} ranks, {args.dtype}, "
         f"{args.link_gbps:g} Gbit/s, {args.tflops:g} TFLOP/s",
         "",
-        *_table([_row(e) for e in found]),
+        *table([_row(e) for e in found], "strategy"),
         "",
         f"auto: {why}",
         *([f"plotted: {args.plot}"] if args.plot else []),
@@ -116,30 +140,21 @@ def plan(args: argparse.Namespace) -> str:
 
 def _plot(path: str, model: str, widths: MLAWidths | HeadWidths, ranks: int) -> None:
     """Plots the elements that one layer sends per token, forward, against the number of ranks, for each possible strategy."""
-    if not Path(path).suffix:  # matplotlib would append .png and write another file
-        raise UlyssesValueError(f"--plot takes the name of a file to write, such as bytes.png, got {path!r}.")
-    try:
-        import matplotlib
-    except ImportError:
-        raise UlyssesValueError("--plot needs matplotlib: pip install 'ds-mla-ulysses[show]'.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     counts = [n for n in (2, 4, 8, 16, 32, 64, 128) if n <= max(64, ranks)]
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for strategy in STRATEGIES:
-        possible = [n for n in counts if estimate(Work(widths, n, n), strategy, Machine()).refused is None]
-        sent = [max(sent_elements(widths, strategy, n, rank)[0] for rank in range(n)) for n in possible]
-        if possible:
-            axes.plot(possible, sent, marker="o", label=strategy)
-    axes.axvline(ranks, color="grey", linestyle=":", label=f"{ranks} ranks")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(counts, [str(n) for n in counts])
-    axes.set(xlabel="ranks", ylabel="elements that a rank sends per local token", title=f"{model}: one layer, forward")
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    with figure_file(path, 1, (7, 4.5)) as (_, axes):
+        for strategy in STRATEGIES:
+            possible = [n for n in counts if estimate(Work(widths, n, n), strategy, Machine()).refused is None]
+            sent = [max(sent_elements(widths, strategy, n, rank)[0] for rank in range(n)) for n in possible]
+            if possible:
+                axes.plot(possible, sent, marker="o", label=strategy)
+        axes.axvline(ranks, color="grey", linestyle=":", label=f"{ranks} ranks")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(counts, [str(n) for n in counts])
+        axes.set(
+            xlabel="ranks", ylabel="elements that a rank sends per local token", title=f"{model}: one layer, forward"
+        )
+        axes.legend()
 
 
 def _row(e: Estimate) -> dict[str, Any]:
@@ -156,20 +171,3 @@ def _row(e: Estimate) -> dict[str, Any]:
         "ms computing": f"{e.compute_ms:,.4g}",
         "ms": f"{e.ms:,.4g}",
     }
-
-
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    names = max(rows, key=len)
-    widths = {
-        name: max([len(name), *(len(str(r[name])) for r in rows if name in r and len(r) == len(names))])
-        for name in names
-    }
-    lines = ["  ".join(name.rjust(widths[name]) if name != "strategy" else name.ljust(10) for name in names)]
-    for row in rows:
-        lines.append(
-            "  ".join(
-                str(value).ljust(10) if name == "strategy" else str(value).rjust(widths[name])
-                for name, value in row.items()
-            )
-        )
-    return lines

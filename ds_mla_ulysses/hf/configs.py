@@ -1,15 +1,18 @@
-"""The attention widths of a model that is not loaded, from its config.json."""
+"""The numbers of a model that is not loaded, from its config.json."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import UlyssesValueError
 from ..layout.widths import HeadWidths, MLAWidths
-from ..planner.models import PRESETS, widths_of_config
+from ..planner.models import PRESETS, Model, model_of_config, widths_of_config
+
+Result = TypeVar("Result")
 
 #: Config classes make lists with an entry for each layer.
 _MOST_LAYERS = 10_000
@@ -26,8 +29,22 @@ def find_widths(model: str) -> MLAWidths | HeadWidths:
     Raises:
         ValueError: there is no such preset or file, or the file is not the config of a decoder.
     """
-    if model.lower() in PRESETS:
-        return PRESETS[model.lower()]
+    preset = PRESETS.get(model.lower())
+    return preset.widths if preset is not None else _of_config(model, widths_of_config)
+
+
+def find_model(model: str) -> Model:
+    """Returns the numbers of a whole model, as `find_widths` returns its widths.
+
+    Raises:
+        ValueError: there is no such preset or file, or the file is not the config of a decoder with gated MLPs.
+    """
+    preset = PRESETS.get(model.lower())
+    return preset if preset is not None else _of_config(model, model_of_config)
+
+
+def _of_config(model: str, numbers_of: Callable[[Any], Result]) -> Result:
+    """What `numbers_of` reads from the config of a decoder, in a file or a folder."""
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -35,7 +52,7 @@ def find_widths(model: str) -> MLAWidths | HeadWidths:
             f"{model!r} is neither one of {', '.join(PRESETS)} nor a config.json or a folder with one (names on the "
             "Hub are not fetched)."
         )
-    return widths_of_config(_text_config(read_config(path)))
+    return numbers_of(_text_config(read_config(path)))
 
 
 def read_config(path: Path) -> Any:

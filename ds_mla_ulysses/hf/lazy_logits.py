@@ -115,32 +115,42 @@ _HOOKS_OF = ("deepspeed", "torch", "accelerate")
 
 
 @dataclass
+class _Backward:
+    """What backward needs of one call of the head, and the gradients that the uses of the logits have left.
+
+    It is all that the graph holds of the call: the hidden states would otherwise exist until the graph is gone.
+
+    Attributes:
+        like: no elements, with the dtype and the device of the hidden states.
+        takes_gradient: whether the hidden states need a gradient.
+        trained: the head's parameters that need a gradient.
+    """
+
+    like: Tensor
+    takes_gradient: bool
+    trained: Sequence[Tensor]
+    left: list[tuple[Tensor, Callable[[Tensor], list[Tensor | None]]]] = field(default_factory=list)
+
+    def one(self) -> Tensor:
+        """The gradient that a use sends, in the dtype in which gradients are scaled."""
+        return torch.ones((), dtype=accumulation_dtype(self.like.dtype), device=self.like.device)
+
+
+@dataclass
 class _Call:
-    """One call of the head: what it needs, and in backward, the gradients that its uses have left.
+    """One call of the head: what its logits need.
 
     Attributes:
         hidden: the argument, [B, T, D], without its graph.
-        takes_gradient: whether the hidden states need a gradient.
-        parameters: all of the head's; `trained` are those of them that need a gradient.
+        parameters: all of the head's.
         autocast: arguments of torch.autocast.
     """
 
     head: DeferredHead
     hidden: Tensor
-    takes_gradient: bool
     parameters: Sequence[Tensor]
-    trained: Sequence[Tensor]
     autocast: dict[str, Any]
-    left: list[tuple[Tensor, Callable[[Tensor], list[Tensor | None]]]] = field(default_factory=list)
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype in which gradients are scaled."""
-        return accumulation_dtype(self.hidden.dtype)
-
-    def one(self) -> Tensor:
-        """The gradient that a use sends."""
-        return torch.ones((), dtype=self.wide, device=self.hidden.device)
+    backward: _Backward
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's logits of any hidden states. The weights have to be whole."""
@@ -154,13 +164,13 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, operations: _Operations, hidden: Tensor, *trained: Tensor) -> LazyLogits:
-        ctx.call = call
+        ctx.of_call = call.backward
         return LazyLogits._of(call, operations)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _Backward = ctx.of_call
         left, call.left = call.left, []
         factor = grad / len(left)
         total: list[Tensor | None] = [None] * (1 + len(call.trained))
@@ -193,16 +203,16 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits, value: Tensor, *gradients: Tensor | None) -> Tensor:
-        ctx.call = lazy._call
+        ctx.of_call = lazy._call.backward
         ctx.save_for_backward(*gradients)
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _Backward = ctx.of_call
         gradients = ctx.saved_tensors
-        dtypes = [x.dtype for x in (call.hidden, *call.trained)]
+        dtypes = [x.dtype for x in (call.like, *call.trained)]
 
         def times(factor: Tensor) -> list[Tensor | None]:
             return [None if x is None else scaled(x, factor, dtype) for x, dtype in zip(gradients, dtypes, strict=True)]
@@ -220,13 +230,13 @@ class _Real(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits, graph: tuple[Tensor, Tensor]) -> Tensor:
-        ctx.call, ctx.graph = lazy._call, graph
+        ctx.of_call, ctx.graph = lazy._call.backward, graph
         return graph[1].detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        call: _Call = ctx.call
+        call: _Backward = ctx.of_call
         leaf, logits = ctx.graph
 
         def through_head(factor: Tensor) -> list[Tensor | None]:
@@ -269,7 +279,9 @@ class LazyLogits(Tensor):
     @classmethod
     def _of(cls, call: _Call, operations: _Operations) -> LazyLogits:
         """Logits that are not part of a graph; the autograd functions above put those that they return into theirs."""
-        lazy: LazyLogits = Tensor._make_wrapper_subclass(cls, (), dtype=call.wide, device=call.hidden.device)
+        lazy: LazyLogits = Tensor._make_wrapper_subclass(
+            cls, (), dtype=accumulation_dtype(call.hidden.dtype), device=call.hidden.device
+        )
         lazy._call, lazy._operations, lazy._real = call, operations, {}
         return lazy
 
@@ -289,7 +301,7 @@ class LazyLogits(Tensor):
         records = torch.is_grad_enabled() and self.requires_grad
         if records not in self._real:
             call.head.agree("logits")
-            leaf = call.hidden.detach().requires_grad_(records and call.takes_gradient)
+            leaf = call.hidden.detach().requires_grad_(records and call.backward.takes_gradient)
             with gathered(call.parameters), torch.set_grad_enabled(records):
                 logits = self._operations(call.logits(leaf))
             self._real[records] = _Real.apply(self, (leaf, logits)) if records else logits
@@ -302,14 +314,14 @@ class LazyLogits(Tensor):
         """`sum_of_cross_entropies` in tiles. With a head that ZeRO-3 shards it is a collective of all ranks."""
         call = self._call
         records = torch.is_grad_enabled() and self.requires_grad
-        with gathered(call.parameters), without_tensor_hooks(call.trained):
+        with gathered(call.parameters), without_tensor_hooks(call.backward.trained):
             sums = tiled_sum_of_cross_entropies(
                 lambda hidden: self._operations(call.logits(hidden)),
                 call.hidden,
                 labels_N,
                 tokens_of_tile(call.head.loss_tile, self.shape[-1]),
-                call.trained if records else (),
-                hidden_gradient=records and call.takes_gradient,
+                call.backward.trained if records else (),
+                hidden_gradient=records and call.backward.takes_gradient,
                 label_smoothing=label_smoothing,
                 weights_N=weights_N,
             )
@@ -491,7 +503,8 @@ class DeferredHead(NotCopied):
             device_type=device, dtype=torch.get_autocast_dtype(device), enabled=is_on, cache_enabled=False
         )
         trained = [p for p in parameters if p.requires_grad]
-        call = _Call(self, hidden.detach(), hidden.requires_grad, parameters, trained, autocast)
+        backward = _Backward(hidden.new_empty(0), hidden.requires_grad, trained)
+        call = _Call(self, hidden.detach(), parameters, autocast, backward)
         dtype = autocast["dtype"] if is_on and hidden.dtype != torch.float64 else hidden.dtype
         vocabulary: Any = self.module.out_features
         outcome = torch.empty((*(1,) * (hidden.ndim - 2), 0, vocabulary), dtype=dtype, device=hidden.device)

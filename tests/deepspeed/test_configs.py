@@ -7,7 +7,9 @@ import pytest
 from rank_pool import raises_on_ranks, run_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAMES = ("zero1", "zero2", "zero3", "zero3_offload")
+NAMES = ("zero1", "zero2", "zero3", "zero3_offload", "zero3_long")
+#: What the host keeps.
+OFFLOADED = {"zero3_offload": ["offload_optimizer", "offload_param"], "zero3_long": ["offload_optimizer"]}
 AUTO = {"lr": 1e-2, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 _losses: dict[str, list[float]] = {}
 
@@ -98,4 +100,4 @@ def test_states_clipping_and_a_bucket(name):
     zero = config["zero_optimization"]
     assert zero["overlap_comm"] and zero["reduce_bucket_size"] < 1e9
     offloaded = [key for key in ("offload_optimizer", "offload_param") if zero.get(key, {}).get("device") == "cpu"]
-    assert len(offloaded) == (2 if name == "zero3_offload" else 0)
+    assert offloaded == OFFLOADED.get(name, [])

@@ -256,6 +256,19 @@ def keep_attention(_: Path) -> Iterator[Names]:
 
 
 @contextlib.contextmanager
+def long_sequences(_: Path) -> Iterator[Names]:
+    batch = random_batch(2, 17)
+    names = _names(model=tiny_model("llama"))
+    yield names
+    handle, model = names["handle"], names["model"]
+    shard = handle.shard(batch)
+    handle.loss(model(**shard.inputs).logits, shard).backward()
+    handle.sum_gradients()
+    assert_gradients(gradients(model), reference_step(tiny_model("llama"), batch)[1], 1e-6)
+    handle.restore()
+
+
+@contextlib.contextmanager
 def aux_loss(_: Path) -> Iterator[Names]:
     batch = random_batch(2, 17)
     with _parallel(tiny_model("qwen3_moe"), batch=batch) as names:
@@ -519,6 +532,7 @@ SETUPS: dict[str, Setup] = {
     "initialize_cpu": initialize,
     "keep_attention": keep_attention,
     "long_evaluation": with_batch,
+    "long_sequences": long_sequences,
     "loop": loop,
     "meter": with_batch,
     "mlp_tile": mlp_tile,

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 BLOCKS = all_blocks()
 #: Options that make the scripts of the documentation short, in front of which stand those of the documentation.
 SHORT = {
+    "train_long.py": ["--steps", "2", "--seq-len", "127"],
     "train_loop.py": ["--steps", "2", "--seq-len", "63"],
     "train_moba.py": ["--steps", "2", "--seq-len", "63"],
 }

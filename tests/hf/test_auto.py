@@ -96,7 +96,7 @@ def decided(dtype):
 
     auto = Auto(tokens=8192, link_gbps=400, tflops=400, dtype=dtype)
     group = SequenceGroup.of(torch.distributed.group.WORLD)
-    return decide(auto, Work(PRESETS["glm-4.7-flash"], 2, 0), {}, group, torch.float32, torch.device("cpu"))
+    return decide(auto, Work(PRESETS["glm-4.7-flash"].widths, 2, 0), {}, group, torch.float32, torch.device("cpu"))
 
 
 def test_auto_counts_the_bytes_of_what_the_model_trains_in():

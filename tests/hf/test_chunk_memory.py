@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from stored_bytes import StoredBytes
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ds_mla_ulysses.stored_bytes import StoredBytes
 
 H, L, R, N, V, T = 64, 512, 64, 128, 128, 4096
 

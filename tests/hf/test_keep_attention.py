@@ -18,11 +18,11 @@ from models import (
     tiny_model,
 )
 from rank_pool import raises_on_ranks, run_ranks
-from stored_bytes import StoredBytes
 from test_parity import DOCUMENTS, sharded_step
 
 import ds_mla_ulysses as dmu
 from ds_mla_ulysses.moba import operators
+from ds_mla_ulysses.stored_bytes import StoredBytes
 
 KEEPS = pytest.mark.parametrize("recompute", ["keep_attention", "keep_output"])
 NOT_REENTRANT = dict(use_reentrant=False)

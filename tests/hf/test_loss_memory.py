@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from stored_bytes import StoredBytes
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_mla_ulysses.hf.lazy_logits import DeferredHead
 from ds_mla_ulysses.layout.tiled_loss import sum_of_cross_entropies
+from ds_mla_ulysses.stored_bytes import StoredBytes
 
 GB = 1e9
 
@@ -51,3 +51,21 @@ def test_more_tokens_cost_their_gradients_only():
     """Hidden states' gradients, unscaled and scaled, in bf16."""
     one, two = (peak_of_loss(tokens, 4096, 128_256, "auto") for tokens in (131_072, 262_144))
     assert two - one <= 2 * 131_072 * 4096 * 2
+
+
+def test_the_graph_does_not_hold_the_hidden_states():
+    """Until the loss is gone, that would be as much as a layer's input."""
+    tokens, hidden, vocabulary = 4096, 512, 1024
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        head = nn.Linear(hidden, vocabulary, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        x = torch.empty(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.empty(tokens, dtype=torch.long)
+        with StoredBytes([x, head.weight, labels]) as stored:
+            deferred = DeferredHead(head, 64)
+            deferred.begin(defers=True)
+            logits = deferred(x + 1)
+            deferred.end()
+            loss = sum_of_cross_entropies(logits, labels)
+            assert stored.now >= 2 * x.nbytes  # the hidden states and their gradient
+            del logits
+            assert x.nbytes <= stored.now < 1.1 * x.nbytes and loss.requires_grad

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from models import assert_gradients, gradients, packed_batch, padded_batch, random_batch, reference_step, tiny_model
 from rank_pool import raises_on_ranks, run_ranks
-from stored_bytes import StoredBytes
 from test_parity import GRADIENT, sharded_step
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ds_mla_ulysses as dmu
 from ds_mla_ulysses.hf.tiled_layers import TiledForward, tiled_forwards
+from ds_mla_ulysses.stored_bytes import StoredBytes
 
 #: Gated MLPs, RMSNorms and LayerNorms, norms of heads and latents, experts of both signatures, biases, MLPs beside attention.
 FAMILIES = ("llama", "qwen3", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen2_moe", "phimoe", "longcat_flash", "gemma2")

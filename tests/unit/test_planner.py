@@ -27,7 +27,7 @@ from ds_mla_ulysses.planner.strategies import (
 from ds_mla_ulysses.planner.work import Machine, Work
 
 PACKAGE = Path(ds_mla_ulysses.__file__).parent
-V3 = PRESETS["deepseek-v3"]
+V3 = PRESETS["deepseek-v3"].widths
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,13 @@ def test_keys_and_values_of_all_heads():
 
 def test_uneven_heads():
     """20 heads on 8 ranks: some have 3, the mean is 2.5."""
-    work = Work(PRESETS["glm-4.7-flash"], 8, 8192)
+    work = Work(PRESETS["glm-4.7-flash"].widths, 8, 8192)
     assert estimate(work, "packed", Machine()).imbalance == pytest.approx(3 / 2.5)
     assert estimate(work, "gather_kv", Machine()).imbalance == pytest.approx(2 - 1 / 8)
-    assert estimate(Work(PRESETS["glm-4.7-flash"], 8, 8192, split="head_tail"), "gather_kv", Machine()).imbalance == 1
+    assert (
+        estimate(Work(PRESETS["glm-4.7-flash"].widths, 8, 8192, split="head_tail"), "gather_kv", Machine()).imbalance
+        == 1
+    )
     assert estimate(Work(V3, 8, 8192, keys_per_query=1024), "gather_kv", Machine()).imbalance == 1
 
 
@@ -196,7 +199,7 @@ def test_head_chunks_cost_latency():
     ],
 )
 def test_choice(model, ranks, tokens, link, best):
-    found, why = choose(estimates(Work(PRESETS[model], ranks, tokens), Machine(link_gbps=link)))
+    found, why = choose(estimates(Work(PRESETS[model].widths, ranks, tokens), Machine(link_gbps=link)))
     assert found.strategy == best and why.startswith(best), why
 
 
@@ -206,8 +209,8 @@ MLA = dict(num_attention_heads=20, kv_lora_rank=512, qk_nope_head_dim=192, qk_ro
 @pytest.mark.parametrize(
     "config,wanted",
     [
-        (MLA, PRESETS["glm-4.7-flash"]),
-        ({"model_type": "of remote code", "text_config": MLA}, PRESETS["glm-4.7-flash"]),
+        (MLA, PRESETS["glm-4.7-flash"].widths),
+        ({"model_type": "of remote code", "text_config": MLA}, PRESETS["glm-4.7-flash"].widths),
         (dict(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096), HeadWidths(32, 8, 128, 128)),
         (dict(num_attention_heads=32, hidden_size=4096), HeadWidths(32, 32, 128, 128)),
         # As on the hub: what is as in the class of the config is left out.

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from ...layout.widths import HeadWidths, MLAWidths
 from ..work import Work
-from .base import MLA_LAYERS, Computed, Description, Refusal, Strategy, sent_by_heads
+from .base import (
+    BF16,
+    MLA_LAYERS,
+    Computed,
+    Description,
+    Held,
+    Refusal,
+    Strategy,
+    held_by_heads,
+    held_in_chunks,
+    local_queries,
+    sent_by_heads,
+)
 
 
 class LatentKV(Strategy):
@@ -43,4 +55,30 @@ class LatentKV(Strategy):
             self.imbalance_of_heads(work),
             expanded=work.tokens * self.most_heads(work.widths, work.ranks),
             queries=work.tokens / work.ranks * work.widths.heads,
+        )
+
+    def held(self, widths: MLAWidths | HeadWidths, ranks: int, head_chunks: int) -> Held:
+        """Latents and queries arrive; packed keys and values are made of the latents, and keys with the RoPE key."""
+        assert isinstance(widths, MLAWidths)
+        heads = self.most_heads(widths, ranks)
+        arrived = BF16 * ranks * (widths.latent + widths.rope + heads * widths.key)
+        of_kv_head, local = widths.nope + widths.value, local_queries(widths)
+        if head_chunks > 1:
+            exchanged = BF16 * widths.heads * widths.key
+            return held_in_chunks(
+                widths,
+                ranks,
+                head_chunks,
+                local=local,
+                saved=arrived,
+                exchanged=exchanged,
+                expanded=of_kv_head,
+            )
+        return held_by_heads(
+            widths,
+            ranks,
+            arrived=arrived,
+            made=BF16 * ranks * heads * (of_kv_head + widths.key),
+            gradients=BF16 * ranks * heads * (2 * widths.key + widths.value),
+            local=local,
         )

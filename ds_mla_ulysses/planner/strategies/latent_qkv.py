@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...layout.widths import HeadWidths, MLAWidths
 from ..work import Work
-from .base import MLA_LAYERS, Computed, Description, Refusal, Strategy, sent_by_heads
+from .base import BF16, FP32, MLA_LAYERS, Computed, Description, Held, Refusal, Strategy, held_by_heads, sent_by_heads
 
 
 class LatentQKV(Strategy):
@@ -47,3 +47,36 @@ class LatentQKV(Strategy):
     def computed(self, work: Work) -> Computed:
         pairs = work.tokens * self.most_heads(work.widths, work.ranks)
         return Computed(self.imbalance_of_heads(work), expanded=pairs, queries=pairs)
+
+    def held(self, widths: MLAWidths | HeadWidths, ranks: int, head_chunks: int) -> Held:
+        """Latents arrive, from which the module makes queries, keys and values of all tokens.
+
+        While the output returns, it still holds its queries without RoPE applied. With head chunks, keys and values exist
+        for one chunk of m heads at a time; in forward, the outputs of the chunks are joined; in backward, the queries'
+        gradients of the chunks before wait, and the latents' gradients are summed in fp32.
+        """
+        assert isinstance(widths, MLAWidths)
+        K, V, R, n, c = widths.key, widths.value, widths.rope, ranks, head_chunks
+        heads, of_kv_head = self.most_heads(widths, ranks), widths.nope + V
+        arrived = BF16 * n * ((widths.query_latent or 0) + widths.latent + R)
+        local, queries, output = BF16 * n * heads * (K + R), BF16 * n * heads * K, BF16 * n * heads * V
+        if c > 1:
+            m, saved = -(-heads // c), arrived + queries
+            attended = BF16 * n * m * (of_kv_head + K + V) + FP32 * n * m
+            sums = FP32 * n * (widths.latent + R)
+            returning = BF16 * (n - 1) * heads * V + BF16 * widths.heads * V
+            of_kernel = n * m * (FP32 * K + BF16 * (2 * K + V))
+            return Held(
+                saved + BF16 * widths.heads * V,
+                local + saved + max(attended + output * (c - 1) / c, output + max(output, returning)),
+                saved + output + attended + of_kernel + sums + queries * (c - 1) / c,
+                0.0,
+            )
+        return held_by_heads(
+            widths,
+            n,
+            arrived=arrived,
+            made=2 * queries + BF16 * n * heads * of_kv_head,
+            gradients=BF16 * n * heads * (2 * K + V),
+            local=local,
+        )

@@ -5,7 +5,20 @@ from __future__ import annotations
 from ...layout.heads import HeadPartition
 from ...layout.widths import HeadWidths, MLAWidths
 from ..work import Work
-from .base import HEAD_LAYERS, MLA_LAYERS, Computed, Description, Strategy, sent_by_heads
+from .base import (
+    BF16,
+    FP32,
+    HEAD_LAYERS,
+    MLA_LAYERS,
+    Computed,
+    Description,
+    Held,
+    Strategy,
+    held_by_heads,
+    held_in_chunks,
+    local_queries,
+    sent_by_heads,
+)
 
 
 class Packed(Strategy):
@@ -48,8 +61,81 @@ class Packed(Strategy):
         pairs = work.tokens / work.ranks * work.widths.heads
         return Computed(self.imbalance_of_heads(work), expanded=pairs, queries=pairs)
 
+    def held(self, widths: MLAWidths | HeadWidths, ranks: int, head_chunks: int) -> Held:
+        """Queries, keys and values are views of what arrived; with MLA, keys are written once more with the RoPE key.
+
+        In backward, the gradients travel back when the local attention is done: they, a wire buffer and a receive buffer
+        without the local shard, and the gradients of the local tokens exist at once. Without grouped heads that is more
+        than the local attention holds.
+        """
+        heads = self.most_heads(widths, ranks)
+        if isinstance(widths, MLAWidths):
+            of_kv_head, kv_heads, all_kv_heads = widths.nope + widths.value, heads, widths.heads
+            made, gradients = heads * widths.key, heads * (2 * widths.key + widths.value)
+        else:
+            of_kv_head, kv_heads = widths.key + widths.value, self.kv_heads(widths, ranks)
+            made, all_kv_heads = 0, widths.kv_heads
+            gradients = heads * widths.key + kv_heads * of_kv_head
+        arrived = ranks * (heads * widths.key + kv_heads * of_kv_head)
+        of_token = widths.heads * widths.key + all_kv_heads * of_kv_head
+        local = local_queries(widths) + BF16 * all_kv_heads * of_kv_head
+        if head_chunks > 1 and isinstance(widths, MLAWidths):
+            return held_in_chunks(
+                widths,
+                ranks,
+                head_chunks,
+                local=local,
+                saved=BF16 * (arrived + ranks * widths.rope),
+                exchanged=BF16 * of_token,
+                expanded=0,
+            )
+        if head_chunks > 1 and isinstance(widths, HeadWidths):
+            return _held_in_dense_chunks(
+                widths, ranks, head_chunks, BF16 * arrived, BF16 * ranks * kv_heads * of_kv_head
+            )
+        held = held_by_heads(
+            widths,
+            ranks,
+            arrived=BF16 * arrived,
+            made=BF16 * ranks * made,
+            gradients=BF16 * ranks * gradients,
+            local=local,
+        )
+        returning = BF16 * (ranks * gradients + 2 * arrived * (ranks - 1) / ranks + of_token) if ranks > 1 else 0
+        of_key = BF16 * ranks * widths.rope if isinstance(widths, MLAWidths) else 0  # gathered, and kept with the rest
+        return Held(held.saved, held.forward, max(held.backward, returning), held.kept + of_key)
+
     def kv_heads(self, widths: MLAWidths | HeadWidths, ranks: int) -> int:
         if isinstance(widths, MLAWidths):
             return self.most_heads(widths, ranks)
         partition = HeadPartition(widths.kv_heads, ranks, widths.heads)
         return max(partition.count(p) for p in range(ranks))
+
+
+def _held_in_dense_chunks(
+    widths: HeadWidths, ranks: int, head_chunks: int, arrived: float, keys_and_values: float
+) -> Held:
+    """Returns what `packed` holds with the local query heads in chunks of m heads, without latents.
+
+    Keys and values, and the queries of each chunk, are kept as they arrived, beside the output of the local tokens, 2HV.
+
+    Forward peaks when the output is projected, which takes about as much as the output, while the module still holds its
+    local tensors.
+
+    Backward peaks in the local attention of a chunk, with its output and the row sums, the gradient of the whole output,
+    the fp32 sum 4nmK, and gradients. The gradients of keys and values of the chunks before wait: one as it is, several as
+    a sum in fp32. The queries of those chunks are gone.
+
+    Args:
+        arrived: bytes of everything that arrives.
+        keys_and_values: bytes of the keys and values of it.
+    """
+    n, K, V = ranks, widths.key, widths.value
+    output, of_chunk = BF16 * widths.heads * V, (arrived - keys_and_values) / head_chunks
+    m = -(-HeadPartition(widths.heads, n).count(0) // head_chunks)
+    attending = n * m * (2 * BF16 * V + FP32 + FP32 * K + BF16 * K) + keys_and_values
+    waiting = max(0, keys_and_values - of_chunk, 2 * keys_and_values - 2 * of_chunk if head_chunks > 2 else 0)
+    local = BF16 * (widths.heads * K + widths.kv_heads * (K + V))
+    saved = arrived + output
+    backward = arrived + output + attending - BF16 * n * m * V + waiting
+    return Held(saved, local + saved + output, backward, 0.0)
