@@ -29,7 +29,7 @@ def build(name, way):
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(1)
-        adapter = LoraConfig(r=3, target_modules=["lm_head", "o_proj"], init_lora_weights=False)
+        adapter = LoraConfig(r=3, target_modules=["lm_head", "o_proj", "down_proj"], init_lora_weights=False)
         model = get_peft_model(model, adapter)
     return model
 
