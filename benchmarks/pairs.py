@@ -48,7 +48,8 @@ class Comparison:
     Attributes:
         inputs: leaves whose gradients are dropped before each turn.
         grad: the gradient of every side's output.
-        sent: returns the bytes that one forward and backward of a side sends to other ranks; called after the timing.
+        sent: returns the bytes that one forward and backward of a side sends to other ranks; called after the timing. None
+            if nothing is sent.
         rows: makes the printed rows of the milliseconds of each side, pair by pair, in place of `_rows`.
         auto: the strategy that "auto" would choose here, and why.
     """
@@ -261,7 +262,7 @@ def _rows(this: Comparison, times: dict[str, list[float]]) -> list[dict[str, Any
     return [
         {
             "side": name,
-            "MB": round(this.sent(name) / 1e6, 2),
+            **({} if this.sent is None else {"MB": round(this.sent(name) / 1e6, 2)}),
             "ms": round(statistics.median(ms), 2),
             "ratio": ratio(ms, base),
         }

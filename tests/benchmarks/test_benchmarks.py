@@ -79,6 +79,14 @@ def test_head_chunks(tmp_path):
     assert all(row["ms"] > 0 for row in rows.values())
 
 
+@pytest.mark.parametrize("part,sides", [("loss", ["whole logits", "tiled"]), ("layer", ["whole", "tiled"])])
+def test_tiles(part, sides):
+    words = ["--tokens", "64", "--width", "64", "--vocabulary", "512", "--tile", "16", "--pairs", "2"]
+    status, found = run("tiles.py", "--part", part, *words)
+    assert status == 0 and [row["side"] for row in found["rows"]] == sides
+    assert all(row["ms"] > 0 for row in found["rows"])
+
+
 def test_attention_layer(tmp_path):
     words = ["--tokens", "64", "--pairs", "1", "--plot", str(tmp_path / "bytes.png")]
     status, found = run("attention_layer.py", *words)
