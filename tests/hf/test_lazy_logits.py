@@ -499,3 +499,33 @@ def test_broken_lines_are_noticed():
 
     assert left_out(lazy_logits, "scaled", unscaled_head) > 0.1
     assert left_out(lazy_logits, "tiled_sum_of_cross_entropies", without_last_tile) > 0.1
+
+
+@pytest.mark.parametrize("loss_tile", [3, None])
+def test_one_supervised_token(loss_tile):
+    batch = random_batch(1, 13)
+    batch["labels"][:, :7] = batch["labels"][:, 8:] = -100
+    plain, model, handle = pair(loss_tile=loss_tile)
+    want = reference_step(plain, batch)
+    shard = handle.shard(batch)
+    loss = handle.loss(model(**shard.inputs).logits, shard)
+    loss.backward()
+    assert loss.item() == pytest.approx(want[0], rel=1e-12)
+    assert_gradients(gradients(model), want[1], 1e-11)
+
+
+@pytest.mark.parametrize("loss_tile", [3, None])
+def test_the_first_label_beyond_the_vocabulary(loss_tile):
+    _, model, handle = pair(loss_tile=loss_tile)
+    batch = random_batch(1, 13)
+    for label, is_refused in ((model.config.vocab_size - 1, False), (model.config.vocab_size, True)):
+        batch["labels"][0, 5] = label
+        shard = handle.shard(batch)
+        logits = model(**shard.inputs).logits
+        if is_refused:
+            with pytest.raises(
+                ValueError, match="1 shift_labels of the batch are neither -100 nor one of the 128 tokens"
+            ):
+                handle.loss(logits, shard)
+        else:
+            handle.loss(logits, shard)
