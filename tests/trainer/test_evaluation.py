@@ -94,6 +94,12 @@ def test_metrics_and_predictions(sharded):
     check(2, Run(sp_in_eval=sharded, steps=2), True)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_metrics_with_tiles_and_chunks(sharded):
+    """The plain model that evaluates whole samples runs in tiles too, at ZeRO-3 with weights that it gathers."""
+    check(2, Run(stage=3, sp_in_eval=sharded, steps=2, mlp_tile=5, head_chunks=2), True)
+
+
 def test_predictions_of_head_and_tail():
     """The logits are put back into the order of the tokens."""
     check(2, Run(sp_in_eval=True, steps=2, strategy="gather_kv", split="head_tail"), True)
