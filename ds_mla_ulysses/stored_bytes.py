@@ -129,6 +129,15 @@ class PeakBytes:
             self._counted.__enter__()
         return self
 
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function with each call as a block."""
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return measured
+
     def __exit__(self, *error: Any) -> None:
         if torch.cuda.is_available():
             self.bytes = torch.cuda.max_memory_allocated() - self._before

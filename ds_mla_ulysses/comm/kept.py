@@ -188,7 +188,7 @@ def kept(call: Callable[[], T], kind: str) -> T:
         call: makes tensors, or a list of them, outside of any graph.
         kind: ARRIVING, RETURNED or ATTENTION.
     """
-    running = _RUNNING.get() if is_keeping() else None
+    running = None if torch.compiler.is_compiling() else _RUNNING.get()
     if running is None or (kind == ARRIVING and not running.arriving):
         return call()
     if running.recomputes:
@@ -206,7 +206,7 @@ def attend_once(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
 
     Backward: that of `attend`, once.
     """
-    running = _RUNNING.get() if is_keeping() else None
+    running = None if torch.compiler.is_compiling() else _RUNNING.get()
     if running is None:
         return attend(*args, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
