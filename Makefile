@@ -42,7 +42,7 @@ demo: .venv/stamp
 	@DS_ACCELERATOR=cpu PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/deepspeed --num_gpus 2 --master_port $$($(PYTHON) -c '$(FREE_PORT)') examples/train_loop.py $(DEMO_ARGS)
 
 test: .venv/stamp
-	@echo "Running the test suite (about 14 minutes on 2 cores)"
+	@echo "Running the test suite (about 18 minutes on 2 cores)"
 	@.venv/bin/python -m pytest -m "not matrix" $(PYTEST_ARGS)
 
 test-fast: .venv/stamp
